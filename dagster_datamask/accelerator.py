@@ -1,0 +1,62 @@
+"""The device that heavy stages compute on, as a plain value.
+
+`resources/accelerator.py` builds one from settings and hands it to the assets; scoring and selection take it as an
+argument. No Dagster here, and torch is imported only when a device has to be looked at.
+"""
+
+from dataclasses import dataclass
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class AcceleratorUnavailable(RuntimeError):
+    """The device that was asked for is not there."""
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A resolved device: `device` is "cpu" or "cuda:i"; `dtype` is the forward pass's precision;
+    `memory_limit_gb` caps what a stage may plan to use (None: what the device has)."""
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    memory_limit_gb: float | None = None
+    name: str = "CPU"
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def describe(self) -> dict[str, str | float | None]:
+        """What metadata records of the device."""
+        return {
+            "device": self.device,
+            "device_name": self.name,
+            "dtype": self.dtype,
+            "memory_limit_gb": self.memory_limit_gb,
+        }
+
+
+def resolve(device: str = "auto", dtype: str = "auto", memory_limit_gb: float | None = None) -> Accelerator:
+    """`auto` takes the first CUDA device or else the CPU; dtype `auto` is bfloat16 on CUDA and float32 on the CPU.
+
+    Raises AcceleratorUnavailable naming the devices there are.
+    """
+    import torch
+
+    if device == "auto":
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        there = ["cpu", *(f"cuda:{i}" for i in range(count))]
+        if device not in there:
+            raise AcceleratorUnavailable(
+                f"accelerator {device!r} is not on this machine; there are: {', '.join(there)}. "
+                "Set compute.device to one of them, or to 'auto'."
+            )
+    if dtype == "auto":
+        dtype = "bfloat16" if device != "cpu" else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"compute.dtype {dtype!r} is none of: auto, {', '.join(DTYPES)}")
+    name = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    return Accelerator(device, dtype, memory_limit_gb, name)
