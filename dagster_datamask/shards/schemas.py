@@ -1,0 +1,125 @@
+"""The declared schema of every file, and the check of a source shard against FineWeb's columns.
+
+Only names, types and their check belong here; reading is `source`'s and writing is `writer`'s.
+"""
+
+import pyarrow as pa
+
+DECISIONS = (
+    "kept",
+    "not_selected",
+    "pruned",
+    "duplicate",
+    "contaminated",
+    "unscored",
+    "bad_embedding",
+    "bad_row",
+)
+
+RAW = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("row", pa.int64()),
+        ("decision", pa.string()),
+        ("reason", pa.string()),
+        ("token_count", pa.int64()),
+    ]
+)
+SCORES = pa.schema([("doc_id", pa.string()), ("score", pa.float64()), ("reason", pa.string())])
+PRUNED = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("quality", pa.float64()),
+        ("decision", pa.string()),
+        ("reason", pa.string()),
+    ]
+)
+CLUSTERS = pa.schema([("doc_id", pa.string()), ("cluster", pa.int32()), ("similarity", pa.float64())])
+MASKS = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("selected", pa.bool_()),
+        ("score", pa.float64()),
+        ("rank", pa.int64()),
+        ("split", pa.int32()),
+        ("reason", pa.string()),
+        ("kept_id", pa.string()),
+        ("similarity", pa.float64()),
+    ]
+)
+MANIFEST = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("snapshot", pa.string()),
+        ("shard", pa.string()),
+        ("row", pa.int64()),
+        ("strategy", pa.string()),
+        ("decision", pa.string()),
+        ("stage", pa.string()),
+        ("reason", pa.string()),
+        ("dclm", pa.float64()),
+        ("edu", pa.float64()),
+        ("wiki", pa.float64()),
+        ("quality", pa.float64()),
+        ("cluster", pa.int32()),
+        ("split", pa.int32()),
+        ("score", pa.float64()),
+        ("token_count", pa.int64()),
+    ]
+)
+QUARANTINED = pa.schema([("shard", pa.string()), ("reason", pa.string())])
+
+
+def embeddings(dimension: int) -> pa.Schema:
+    """doc_id, a unit float16 vector (null where there is none) and why there is none."""
+    return pa.schema(
+        [
+            ("doc_id", pa.string()),
+            ("embedding", pa.list_(pa.float16(), dimension)),
+            ("reason", pa.string()),
+        ]
+    )
+
+
+def check_source(path: str, schema: pa.Schema) -> None:
+    """Raise BadShard unless `schema` has a text column, and the known columns it has are of usable types.
+
+    Extra columns pass through; a missing `id` or `token_count` is filled later (CONTRACT: Documents).
+    """
+    kinds = {"text": _is_text, "id": _is_text, "token_count": pa.types.is_integer}
+    if "text" not in schema.names:
+        raise BadShard(path, f"has no column 'text'; its columns are: {', '.join(schema.names) or 'none'}")
+    for name, fits in kinds.items():
+        for index in schema.get_all_field_indices(name):
+            if not fits(schema.field(index).type):
+                wanted = "an integer" if name == "token_count" else "text"
+                raise BadShard(path, f"column {name!r} is {schema.field(index).type}, not {wanted}")
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise BadShard(path, f"has the column {name!r} more than once")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    value = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(
+        pa.types.is_string(value)
+        or pa.types.is_large_string(value)
+        or pa.types.is_string_view(value)
+        or pa.types.is_binary(value)
+        or pa.types.is_large_binary(value)
+        or pa.types.is_null(value)
+    )
+
+
+class BadShard(ValueError):
+    """A source shard that cannot be read as what it should be; `path` and `why` stand in the message."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(
+            f"{path}: {why}. Replace or remove the file, or set source.on_bad_shard = 'quarantine' to set it aside"
+        )
+
+
+class InconsistentFiles(RuntimeError):
+    """Two files that should speak of the same documents do not."""
