@@ -1,0 +1,323 @@
+"""The certified solver: Frank–Wolfe on the concave relaxation, then rounding and swaps.
+
+Here: the relaxation max f(m) over m ∈ [0,1]^N, Σm = S, whose every pass over the embeddings yields an upper bound,
+and the search for an integer mask close to it. Not here: the final float64 figures (`certificates`).
+
+With s_i(v) = l_i − 2β ẑ_i·v at v = (1/S)Σ m_i ẑ_i, a Frank–Wolfe vertex is the S documents with the largest s_i, and
+the line search between m and the vertex is exact, f being quadratic. Frank–Wolfe needs few passes on anisotropic
+embeddings and slows down near the optimum of small or isotropic pools. There it hands over: since f is β-strongly
+concave in v, a gap g confines every optimal v* to ‖v − v*‖ ≤ √(g/β), and a document whose score lies more than
+4√(βg) from the S-th best has m_i = 0 or 1 in every optimum. The few that are left are solved by accelerated projected
+gradient, and a full pass certifies the result.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.selection.certificates import search_dots
+from dagster_datamask.selection.objectives import Pool, map_blocks
+from dagster_datamask.selection.policy_gradient import Progress
+from dagster_datamask.selection.sampling import top_s
+
+Dots = Callable[[np.ndarray], np.ndarray]
+
+# Frank–Wolfe passes before the hand-over; each costs about as much as the screening that would replace it
+_FRANK_WOLFE = 24
+_ROUNDS = 8
+_INNER = 150
+# candidates on each side of the cut that swaps are looked for among, and how many of them are compared in a move
+_SWAP_CANDIDATES = 1024
+_COMPARED = 192
+# moves for which a document that was just swapped stays where it is
+_TABU = 10
+
+
+@dataclass(frozen=True)
+class CertifiedOptions:
+    """gap: stop once the mask is within this of the bound, in units of the objective; passes: most Frank–Wolfe and
+    screening passes over the whole pool; moves: most swaps of the polish."""
+
+    gap: float = 1e-6
+    passes: int = 64
+    moves: int = 600
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.gap) and self.gap >= 0):
+            raise ValueError(f"the gap to stop at must be finite and not negative, not {self.gap}")
+        if self.passes < 1 or self.moves < 0:
+            raise ValueError(f"passes ({self.passes}) must be positive and moves ({self.moves}) not negative")
+
+
+@dataclass(eq=False)
+class Relaxation:
+    """The state of the relaxation in search precision.
+
+    weights: m, float64[N]; v: float64[d]; scores: s_i(v), float64[N]; bound and point: the least upper bound so far
+    and where it was taken; value: f(m); best and best_value: the best integer mask met on the way, ascending positions;
+    passes: reads of the embeddings in units of the whole pool.
+    """
+
+    weights: np.ndarray
+    v: np.ndarray
+    scores: np.ndarray
+    bound: float
+    point: np.ndarray
+    value: float
+    best: np.ndarray
+    best_value: float
+    passes: float = 0.0
+    trajectory: list[dict[str, Any]] = field(default_factory=list)
+
+
+def relax(
+    pool: Pool,
+    budget: int,
+    options: CertifiedOptions,
+    *,
+    accelerator: Accelerator,
+    progress: Progress | None = None,
+) -> Relaxation:
+    """Maximise the relaxation; 1 ≤ budget ≤ N.
+
+    Ends once a vertex is within options.gap of the bound, or the relaxation within a hundredth of that, or after
+    options.passes passes.
+    """
+    linear, beta = pool.linear, pool.beta
+    dots = _dots_on(pool, accelerator)
+    state = Relaxation(
+        weights=np.full(pool.n, budget / pool.n),
+        v=pool.mean.copy(),
+        scores=np.zeros(0),
+        bound=np.inf,
+        point=pool.mean,
+        value=float(linear.mean() - beta * (pool.mean @ pool.mean)),
+        best=np.zeros(0, np.int64),
+        best_value=-np.inf,
+    )
+    vertex, total = np.zeros(0, np.int64), np.zeros(pool.vectors.shape[1])
+    full_passes = 0
+    rounds = 0
+    while True:
+        state.scores = linear - 2.0 * beta * dots(state.v)
+        previous, vertex = vertex, top_s(state.scores, budget)
+        total = _move_total(pool, total, previous, vertex)
+        state.passes += 1.0 + min(budget, 2 * np.setdiff1d(vertex, previous, assume_unique=True).size) / pool.n
+        full_passes += 1
+        mean = total / budget
+        # the Frank–Wolfe gap, from this pass alone
+        open_ = float(state.scores[vertex].mean() - state.weights @ state.scores / budget)
+        bound = float(beta * (state.v @ state.v) + state.scores[vertex].mean())
+        if bound < state.bound:
+            state.bound, state.point = bound, state.v.copy()
+        value = float(linear[vertex].mean() - beta * (mean @ mean))
+        if value > state.best_value:
+            state.best, state.best_value = vertex, value
+        _log(state, options, "frank_wolfe" if full_passes <= _FRANK_WOLFE else "screened", progress)
+        # search precision is float32: below its noise no step means anything
+        noise = 1e-7 * beta * float(state.v @ state.v)
+        if (
+            full_passes >= options.passes
+            or state.bound - state.best_value <= options.gap
+            or state.bound - state.value <= max(0.01 * options.gap, noise)
+        ):
+            return state
+        if full_passes < _FRANK_WOLFE:
+            step = mean - state.v
+            curvature = 2.0 * beta * float(step @ step)
+            share = min(1.0, open_ / curvature) if curvature > 0 else 1.0
+            state.weights *= 1.0 - share
+            state.weights[vertex] += share
+            state.v = state.v + share * step
+        else:
+            if rounds == _ROUNDS:
+                return state
+            rounds += 1
+            _solve_screened(pool, budget, state, max(state.bound - state.value, noise))
+        state.value = float(linear @ state.weights / budget - beta * (state.v @ state.v))
+
+
+def round_and_polish(
+    pool: Pool, budget: int, state: Relaxation, options: CertifiedOptions, progress: Progress | None = None
+) -> np.ndarray:
+    """int64[S], ascending: the best of the vertices met, the rounded relaxation, and swaps from there."""
+    linear, beta = pool.linear, pool.beta
+    if state.bound - state.best_value <= options.gap:
+        return state.best
+    spread = float(np.ptp(state.scores))
+    # equal weights are ordered by score
+    rounded = top_s(state.weights + (state.scores * (1e-9 / spread) if spread else 0.0), budget)
+    mean = _total(pool, rounded) / budget
+    value = float(linear[rounded].mean() - beta * (mean @ mean))
+    state.passes += budget / pool.n
+    if value > state.best_value:
+        state.best, state.best_value = rounded, value
+    _log(state, options, "rounded", progress)
+    # what all moves together can gain is of the order of 4β/S² each
+    if options.moves * 4.0 * beta / budget**2 < 0.1 * options.gap:
+        return state.best
+    state.best = _swap(pool, state, budget, options.moves)
+    mean = _total(pool, state.best) / budget
+    state.best_value = float(linear[state.best].mean() - beta * (mean @ mean))
+    state.passes += min(2 * _SWAP_CANDIDATES, pool.n) / pool.n
+    _log(state, options, "swapped", progress)
+    return state.best
+
+
+def _solve_screened(pool: Pool, budget: int, state: Relaxation, gap: float) -> None:
+    """Accelerated projected gradient (FISTA with gradient restart) over the documents the gap leaves undecided."""
+    beta = pool.beta
+    threshold = np.partition(state.scores, pool.n - budget)[pool.n - budget]
+    radius = 4.0 * np.sqrt(beta * gap)
+    free = np.flatnonzero(np.abs(state.scores - threshold) <= radius)
+    fixed = np.flatnonzero(state.scores > threshold + radius)
+    rows = pool.vectors if free.size == pool.n else pool.vectors[free]
+    base = _total(pool, fixed)
+    room = float(budget - fixed.size)
+    # minimise ½‖base + Σ m_i ẑ_i‖² − (S/2β) Σ m_i l_i, which is −f up to a factor
+    pull = pool.linear[free] * (budget / (2.0 * beta))
+    steepest = _largest_eigenvalue(rows)
+    # at most a few whole passes' worth of work before the next certificate
+    inner = int(np.clip(12 * pool.n / free.size, 10, _INNER))
+    x = _project(state.weights[free], room)
+    y, momentum = x, 1.0
+    for _ in range(inner):
+        total = base + y.astype(np.float32) @ rows
+        slope = rows @ total.astype(np.float32) - pull
+        moved = _project(y - slope / steepest, room)
+        if (y - moved) @ (moved - x) > 0:
+            momentum = 1.0
+        following = 0.5 * (1.0 + np.sqrt(1.0 + 4.0 * momentum * momentum))
+        y = moved + (momentum - 1.0) / following * (moved - x)
+        x, momentum = moved, following
+    state.passes += (2 * inner + 2) * free.size / pool.n + fixed.size / pool.n
+    state.weights = np.zeros(pool.n)
+    state.weights[fixed] = 1.0
+    state.weights[free] = x
+    state.v = (base + x @ rows) / budget
+
+
+def _largest_eigenvalue(rows: np.ndarray) -> float:
+    """A little more than the largest eigenvalue of rowsᵀ·rows, by power iteration; rows: float32[k, d]."""
+    direction = rows.sum(axis=0, dtype=np.float64) + rows[0]
+    size = 0.0
+    for _ in range(15):
+        norm = float(np.linalg.norm(direction))
+        if not norm:
+            break
+        direction = ((rows @ (direction / norm).astype(np.float32)) @ rows).astype(np.float64)
+        size = float(np.linalg.norm(direction))
+    # every row is a unit vector, so the largest eigenvalue is at least 1
+    return 1.1 * max(size, 1.0)
+
+
+def _project(point: np.ndarray, room: float) -> np.ndarray:
+    """The nearest weights in [0, 1] that sum to `room` (Euclidean), by bisection on the shift."""
+    low, high = float(point.min()) - 1.0, float(point.max())
+    for _ in range(60):
+        shift = 0.5 * (low + high)
+        if np.clip(point - shift, 0.0, 1.0).sum() > room:
+            low = shift
+        else:
+            high = shift
+    return np.clip(point - high, 0.0, 1.0)
+
+
+def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
+    """Swap one document in for one out, the best pair first, among those nearest to the cut.
+
+    Goes on past a local optimum for as long as `moves` lasts, with a tabu on documents just moved, and returns the
+    best mask met: never one worse than state.best.
+    """
+    beta = pool.beta
+    inside = np.zeros(pool.n, bool)
+    inside[state.best] = True
+    # the scores at the mask's own mean say which documents it would rather have
+    start = np.concatenate(
+        [
+            side[top_s(sign * state.scores[side], min(side.size, _SWAP_CANDIDATES))]
+            for side, sign in ((np.flatnonzero(inside), -1.0), (np.flatnonzero(~inside), 1.0))
+        ]
+    )
+    if start.size == 0 or inside[start].all() or not inside[start].any():
+        return state.best
+    rows = pool.rows(start)
+    gram = rows @ rows.T
+    total = _total(pool, state.best)
+    # S²·f changes by gain_j − gain_i − 2β(1 − ẑ_i·ẑ_j) when j comes in for i
+    gain = budget * pool.linear[start] - 2.0 * beta * (rows @ total)
+    held = inside[start]
+    free_at = np.zeros(start.size, np.int64)
+    change, best_change, best_held = 0.0, 0.0, held.copy()
+    for move in range(moves):
+        ready = free_at <= move
+        leaving = np.flatnonzero(held & ready)
+        coming = np.flatnonzero(~held & ready)
+        if not leaving.size or not coming.size:
+            break
+        leaving = leaving[top_s(-gain[leaving], min(leaving.size, _COMPARED))]
+        coming = coming[top_s(gain[coming], min(coming.size, _COMPARED))]
+        deltas = (
+            gain[coming][None, :]
+            - gain[leaving][:, None]
+            - 2.0 * beta * (1.0 - gram[np.ix_(leaving, coming)])
+        )
+        i, j = divmod(int(deltas.argmax()), coming.size)
+        out, into = leaving[i], coming[j]
+        change += float(deltas[i, j])
+        gain -= 2.0 * beta * (gram[into] - gram[out])
+        held[out], held[into] = False, True
+        free_at[[out, into]] = move + 1 + _TABU
+        if change > best_change + 1e-12:
+            best_change, best_held = change, held.copy()
+    inside[start] = best_held
+    return np.flatnonzero(inside)
+
+
+def _move_total(pool: Pool, total: np.ndarray, previous: np.ndarray, vertex: np.ndarray) -> np.ndarray:
+    """The vertex's sum of ẑ, from the previous vertex's where they share most documents."""
+    come = np.setdiff1d(vertex, previous, assume_unique=True)
+    if 2 * come.size >= vertex.size:
+        return _total(pool, vertex)
+    gone = np.setdiff1d(previous, vertex, assume_unique=True)
+    return total + _total(pool, come) - _total(pool, gone)
+
+
+def _total(pool: Pool, positions: np.ndarray) -> np.ndarray:
+    """float64[d]: the sum of the search vectors at these positions."""
+    total = np.zeros(pool.vectors.shape[1])
+    for part in map_blocks(
+        lambda a, b: pool.vectors[positions[a:b]].sum(axis=0, dtype=np.float64), positions.size
+    ):
+        total += part
+    return total
+
+
+def _dots_on(pool: Pool, accelerator: Accelerator) -> Dots:
+    """ẑ·v for all documents, on the device that the accelerator names."""
+    if not accelerator.is_cuda:
+        return lambda v: search_dots(pool, v)
+    import torch
+
+    vectors = torch.from_numpy(pool.vectors).to(accelerator.device)
+
+    def dots(v: np.ndarray) -> np.ndarray:
+        narrow = torch.from_numpy(v.astype(np.float32)).to(accelerator.device)
+        return (vectors @ narrow).cpu().numpy()
+
+    return dots
+
+
+def _log(state: Relaxation, options: CertifiedOptions, note: str, progress: Progress | None) -> None:
+    entry = {
+        "step": len(state.trajectory) + 1,
+        "value": state.best_value,
+        "bound": state.bound,
+        "note": note,
+    }
+    state.trajectory.append(entry)
+    if progress is not None:
+        progress(entry["step"], options.passes, entry)
