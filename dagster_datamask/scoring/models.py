@@ -1,0 +1,253 @@
+"""Where a model is: from a reference to a local path, an exact revision and a licence.
+
+Here belong: local files, models shipped inside packages, the Hugging Face hub and other URLs. Not here:
+loading a model or knowing its conventions (`encoders`, `fasttext_scorer`, `regression`).
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import fsspec
+
+from ..keyed import digest
+
+PACKAGE_PREFIX = "package:"
+# seconds for the hub's first answer: a run must not hang on a machine without network
+HUB_TIMEOUT_S = 10.0
+_HUB_REF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<filename>[^@]+))?(@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile("[0-9a-f]{40}")
+_LICENCE = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
+_PLAIN_SUFFIXES = (".json", ".txt", ".model")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_OTHER_BACKENDS = ("onnx", "openvino")
+
+
+class ModelUnavailable(RuntimeError):
+    """A model that was asked for cannot be had; the message says what, why not, and how to go on."""
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model on this machine. revision: the hub's commit, or `blake2b:…` over the content of local files."""
+
+    ref: str
+    path: Path
+    revision: str
+    licence: str | None
+
+
+def resolve_model(ref: str, *, filename: str | None = None, setting: str = "") -> ResolvedModel:
+    """Find, or fetch into the hub's cache, the model that `ref` names.
+
+    ref: a local file or directory; `package:<import name>[/sub/dir]`, a directory inside an installed package
+    (without a sub-directory: its one SentenceTransformer directory); `<org>/<name>[:filename][@revision]` on
+    the hub; or any fsspec URL of a file. filename: the file wanted of a hub repository or directory, where
+    `ref` names none. setting: the key of [models] to name in errors.
+
+    Raises ModelUnavailable in one line. Nothing half-written is left where a later call could take it for a
+    model.
+    """
+    key = f"models.{setting}" if setting else "[models]"
+    if ref.startswith(PACKAGE_PREFIX):
+        found = _within(_package_directory(ref, key), filename, ref, key)
+        return ResolvedModel(ref, found, content_revision(found), licence_of(found))
+    if "://" in ref:
+        found = _fetched(ref, key)
+        return ResolvedModel(ref, found, content_revision(found), licence_of(found))
+    path = Path(ref).expanduser()
+    if path.exists():
+        found = _within(path, filename, ref, key)
+        return ResolvedModel(ref, found, content_revision(found), licence_of(found))
+    match = _HUB_REF.fullmatch(ref)
+    if match is None or ref.startswith((".", "~")):
+        raise ModelUnavailable(
+            f"model {ref!r}: no such file or directory (working directory {Path.cwd()}), and not a hub id "
+            f"<org>/<name>[:filename][@revision]; correct {key} in datamask.toml"
+        )
+    return _from_hub(ref, match["repo"], match["filename"] or filename, match["revision"], key)
+
+
+def content_revision(path: Path) -> str:
+    """`blake2b:` and 32 hex digits over a file's bytes, or over the names and bytes of a directory's files.
+
+    Hidden files are left out: no loader reads them. Within the process a file is read again only when its
+    size or modification time changed.
+    """
+    path = Path(path)
+    if path.is_file():
+        return f"blake2b:{_file_digest(path).hex()}"
+    names = sorted(
+        (p.relative_to(path).as_posix(), p)
+        for p in path.rglob("*")
+        if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
+    )
+    parts: list[str | bytes] = []
+    for name, file in names:
+        parts += [name, _file_digest(file)]
+    return f"blake2b:{digest(*parts).hex()}"
+
+
+_digests: dict[tuple[str, int, int], bytes] = {}
+
+
+def _file_digest(path: Path) -> bytes:
+    stat = path.stat()
+    key = (str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+    if key not in _digests:
+        hasher = blake2b(digest_size=16)
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                hasher.update(block)
+        _digests[key] = hasher.digest()
+    return _digests[key]
+
+
+def licence_of(path: Path) -> str | None:
+    """The `license:` of the model card in a model's directory; None where there is no card or it names
+    none."""
+    card = (path if path.is_dir() else path.parent) / "README.md"
+    if not card.is_file():
+        return None
+    match = _LICENCE.match(card.read_text(encoding="utf-8", errors="replace"))
+    return match[1] if match else None
+
+
+def _within(path: Path, filename: str | None, ref: str, key: str) -> Path:
+    if filename is None or path.is_file():
+        return path
+    if (path / filename).is_file():
+        return path / filename
+    there = ", ".join(sorted(p.name for p in path.iterdir() if p.is_file())[:20]) or "no files"
+    raise ModelUnavailable(f"model {ref!r}: no file {filename!r} in {path}; there: {there}; correct {key}")
+
+
+def _package_directory(ref: str, key: str) -> Path:
+    name, _, sub = ref.removeprefix(PACKAGE_PREFIX).partition("/")
+    try:
+        spec = importlib.util.find_spec(name) if name else None
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelUnavailable(
+            f"model {ref!r}: no package {name!r} is installed in this environment; "
+            f"install it, or give another model in {key} of datamask.toml"
+        )
+    root = Path(next(iter(spec.submodule_search_locations)))
+    if sub:
+        if not (root / sub).exists():
+            raise ModelUnavailable(f"model {ref!r}: the package has no {sub!r}; correct {key} in datamask.toml")
+        return root / sub
+    found = sorted(p.parent for p in root.rglob("modules.json"))
+    if len(found) != 1:
+        names = ", ".join(p.relative_to(root).as_posix() for p in found) or "none"
+        raise ModelUnavailable(
+            f"model {ref!r}: the package must hold one SentenceTransformer directory (modules.json), it "
+            f"holds: {names}; "
+            f"write {PACKAGE_PREFIX}{name}/<directory> in {key} of datamask.toml"
+        )
+    return found[0]
+
+
+def _fetched(url: str, key: str) -> Path:
+    """The local copy of a URL's file, downloaded once per version of the remote file."""
+    try:
+        filesystem, remote = fsspec.core.url_to_fs(url)
+        if not filesystem.isfile(remote):
+            raise FileNotFoundError("no such file")
+        if filesystem.protocol == "file" or "file" in filesystem.protocol:
+            return Path(remote)
+        version = str(filesystem.ukey(remote))
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dagster_datamask" / "models"
+        target = base / digest(url, version).hex() / Path(remote).name
+        if not target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                part = Path(scratch) / "part"
+                with filesystem.open(remote, "rb") as source, part.open("wb") as sink:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+                part.replace(target)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelUnavailable(
+            f"model {url!r}: {_one_line(error)}; correct {key} in datamask.toml, or give a local path there"
+        ) from error
+    return target
+
+
+def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, key: str) -> ResolvedModel:
+    # slow to import, and needless for local models
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    # a full commit cannot move, so a cached copy of it needs no question
+    if revision and _COMMIT.fullmatch(revision) and (path := _cached(repo, filename, revision)):
+        return ResolvedModel(ref, path, revision, licence_of(path))
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=HUB_TIMEOUT_S)
+        listed = [sibling.rfilename for sibling in info.siblings or []]
+        commit = str(info.sha)
+        licence = info.card_data.get("license") if info.card_data else None
+        if filename is not None:
+            if filename not in listed:
+                offered = ", ".join(name for name in listed if name.endswith((".bin", ".ftz"))) or "none"
+                raise ModelUnavailable(
+                    f"model {ref!r}: the repository has no file {filename!r}; .bin and .ftz files there: "
+                    f"{offered}; "
+                    f"correct {key} in datamask.toml"
+                )
+            path = Path(hf_hub_download(repo, filename, revision=commit))
+        else:
+            path = Path(snapshot_download(repo, revision=commit, allow_patterns=_needed(listed)))
+        return ResolvedModel(ref, path, commit, licence)
+    except (HTTPError, OSError, ValueError) as error:
+        cached = _cached(repo, filename, revision)
+        if cached is None:
+            raise ModelUnavailable(
+                f"model {ref!r}: not in the local cache, and the hub gave: {_one_line(error)}. Give a "
+                f"local path in "
+                f"datamask.toml ({key}), set HF_HOME to a cache that has it, or HF_TOKEN if it is private"
+            ) from error
+        return ResolvedModel(ref, cached, _commit_of(cached), licence_of(cached))
+
+
+def _needed(names: list[str]) -> list[str]:
+    """Of a repository's files, those that loading with torch reads: no other backend's, and one form of the
+    weights."""
+    safe = any(name.endswith(".safetensors") for name in names)
+    keep: Callable[[str], bool] = lambda name: (  # noqa: E731
+        name == "README.md" or name.endswith(_PLAIN_SUFFIXES) or name.endswith(".safetensors" if safe else ".bin")
+    )
+    return [name for name in names if name.split("/")[0] not in _OTHER_BACKENDS and keep(name)]
+
+
+def _cached(repo: str, filename: str | None, revision: str | None) -> Path | None:
+    """A complete copy in the hub's cache, without network; None where there is none."""
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
+        if filename is not None:
+            found = try_to_load_from_cache(repo, filename, revision=revision)
+            return Path(found) if isinstance(found, str) else None
+        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
+        weights = [p for p in path.rglob("*") if p.suffix in _WEIGHT_SUFFIXES]
+        if weights and (path / "config.json").is_file():
+            return path
+    return None
+
+
+def _commit_of(path: Path) -> str:
+    parts = path.parts
+    return parts[len(parts) - parts[::-1].index("snapshots")]
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

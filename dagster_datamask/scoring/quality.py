@@ -1,0 +1,117 @@
+"""The quality of a document from its three scores, and the frozen constants taken from a sample of it.
+
+DataMask (arXiv 2512.24265): Q = DCLM + Edu + Wiki in 0…15, so 0…5 each; 5·p for the two probabilities is
+inferred from its Table 7. Here belong: the sum, its missing parts, quantiles. Not here: ties and cuts over
+documents (`selection`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+PARTS = ("dclm", "edu", "wiki")
+PART_MAX = 5.0
+QUALITY_MAX = 15.0
+LOW_QUANTILE = 0.001
+HIGH_QUANTILE = 0.999
+
+
+def combine(
+    dclm: np.ndarray,
+    edu: np.ndarray,
+    wiki: np.ndarray,
+    *,
+    reasons: Mapping[str, Sequence[str | None]],
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> tuple[np.ndarray, list[str | None]]:
+    """Continuous quality float64[n] in [0, 15] and, where it is NaN, the reason.
+
+    dclm, wiki: float64[n] probabilities; edu: float64[n] on Edu's scale, clamped to [0, 5] here and only
+    here; NaN where `reasons[part]` has an entry. weights: non-negative; the weighted sum is scaled so that
+    its maximum stays 15. A missing part of positive weight makes the quality null, reason `dclm:no_tokens`,
+    several joined by commas.
+
+    Raises ValueError naming part, row and value: shapes that differ, a NaN without a reason or a reason with
+    a score, a probability outside [0, 1], weights that are negative, not finite, or all zero.
+    """
+    if len(weights) != 3 or not all(np.isfinite(w) and w >= 0 for w in weights) or sum(weights) <= 0:
+        raise ValueError(f"quality weights {weights} must be three non-negative numbers, not all zero")
+    columns = dict(zip(PARTS, (np.asarray(c, dtype=np.float64) for c in (dclm, edu, wiki)), strict=True))
+    if sorted(reasons) != sorted(PARTS):
+        raise ValueError(f"reasons must name {', '.join(PARTS)}, not {', '.join(sorted(reasons))}")
+    n = len(columns["dclm"])
+    total = np.zeros(n)
+    why: list[list[str]] = [[] for _ in range(n)]
+    for (part, column), weight in zip(columns.items(), weights, strict=True):
+        if column.shape != (n,) or len(reasons[part]) != n:
+            raise ValueError(
+                f"{part}: {list(column.shape)} scores and {len(reasons[part])} reasons, but dclm has {n} scores"
+            )
+        missing = np.array([reason is not None for reason in reasons[part]], dtype=bool)
+        wrong = np.flatnonzero(missing == np.isfinite(column))
+        if wrong.size:
+            row = int(wrong[0])
+            raise ValueError(f"{part}, row {row}: score {column[row]} with reason {reasons[part][row]!r}")
+        if part != "edu":
+            outside = np.flatnonzero(~missing & ((column < 0) | (column > 1)))
+            if outside.size:
+                row = int(outside[0])
+                raise ValueError(f"{part}, row {row}: {column[row]} is not a probability in [0, 1]")
+        if weight == 0:
+            continue
+        for row in np.flatnonzero(missing).tolist():
+            why[row].append(f"{part}:{reasons[part][row]}")
+        scaled = np.clip(column, 0.0, PART_MAX) if part == "edu" else PART_MAX * column
+        total += weight * scaled
+    quality = np.minimum(total * (3.0 / sum(weights)), QUALITY_MAX)
+    joined = [",".join(parts) if parts else None for parts in why]
+    quality[[reason is not None for reason in joined]] = np.nan
+    return quality, joined
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants frozen from a sample of qualities: q_lo and q_hi (quantiles 0.001 and 0.999, the ends of the
+    linear, unclipped min-max map) and prune_threshold, the quality below which the share prune_ratio of the
+    sample lies: documents with quality ≥ prune_threshold survive. n: scored sample rows; n_missing: rows
+    without a quality."""
+
+    q_lo: float
+    q_hi: float
+    prune_ratio: float
+    prune_threshold: float
+    n: int
+    n_missing: int
+
+
+def calibrate(sample_quality: np.ndarray, prune_ratio: float = 0.45) -> Calibration:
+    """Calibration of float64[n] qualities; NaN is a row without a quality, counted and left out.
+
+    Quantiles interpolate linearly, except the prune threshold, which is a value of the sample: the smallest
+    one with at least ⌊prune_ratio·n⌋ rows before it in sorted order. Raises ValueError for an infinite value
+    (row named), for no scored row, and for a ratio outside [0, 1).
+    """
+    sample = np.asarray(sample_quality, dtype=np.float64)
+    if not 0 <= prune_ratio < 1:
+        raise ValueError(f"prune ratio {prune_ratio} must lie in [0, 1)")
+    if sample.ndim != 1:
+        raise ValueError(f"a quality sample must be one column, not of shape {list(sample.shape)}")
+    infinite = np.flatnonzero(np.isinf(sample))
+    if infinite.size:
+        raise ValueError(f"quality sample, row {int(infinite[0])}: {sample[infinite[0]]} is not finite")
+    scored = np.sort(sample[~np.isnan(sample)])
+    if not scored.size:
+        raise ValueError(
+            f"none of the {sample.size} sampled rows has a quality; check the scorers' reasons or sample more shards"
+        )
+    q_lo, q_hi = np.quantile(scored, [LOW_QUANTILE, HIGH_QUANTILE])
+    threshold = scored[int(prune_ratio * scored.size)]
+    return Calibration(
+        float(q_lo),
+        float(q_hi),
+        prune_ratio,
+        float(threshold),
+        int(scored.size),
+        int(sample.size - scored.size),
+    )
