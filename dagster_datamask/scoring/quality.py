@@ -89,7 +89,7 @@ def calibrate(sample_quality: np.ndarray, prune_ratio: float = 0.45) -> Calibrat
     """Calibration of float64[n] qualities; NaN is a row without a quality, counted and left out.
 
     Quantiles interpolate linearly, except the prune threshold, which is a value of the sample: the smallest
-    one with at least ⌊prune_ratio·n⌋ rows before it in sorted order. Raises ValueError for an infinite value
+    one with at least ⌊prune_ratio·n + ½⌋ rows before it in sorted order. Raises ValueError for an infinite value
     (row named), for no scored row, and for a ratio outside [0, 1).
     """
     sample = np.asarray(sample_quality, dtype=np.float64)
@@ -106,7 +106,7 @@ def calibrate(sample_quality: np.ndarray, prune_ratio: float = 0.45) -> Calibrat
             f"none of the {sample.size} sampled rows has a quality; check the scorers' reasons or sample more shards"
         )
     q_lo, q_hi = np.quantile(scored, [LOW_QUANTILE, HIGH_QUANTILE])
-    threshold = scored[int(prune_ratio * scored.size)]
+    threshold = scored[min(int(prune_ratio * scored.size + 0.5), scored.size - 1)]
     return Calibration(
         float(q_lo),
         float(q_hi),

@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import fasttext
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
+from dagster_datamask.scoring.text import NO_TOKENS, NULL_TEXT, SURROGATES
+from dagster_datamask.scoring.training import train_fasttext
+
+from .conftest import labelled
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fasttext")
+    texts, labels = labelled(120)
+    train_fasttext(texts, labels, folder / "two.bin", seed=1, dim=8)
+    train_fasttext(texts, labels, folder / "two.ftz", seed=1, dim=8)
+    source = folder / "three.txt"
+    source.write_text(
+        "".join(
+            f"__label__{label} {text} {text}\n"
+            for label, text in [("a", "red apple"), ("b", "blue sky"), ("c", "green grass")] * 40
+        )
+    )
+    options = {"input": str(source), "dim": 8, "epoch": 20, "thread": 1, "verbose": 0, "bucket": 500}
+    fasttext.train_supervised(**options).save_model(str(folder / "three.bin"))
+    fasttext.train_supervised(**options, loss="hs").save_model(str(folder / "softmax_tree.bin"))
+    fasttext.train_supervised(**options, minn=3, maxn=4).save_model(str(folder / "subwords.bin"))
+    fasttext.train_unsupervised(str(source), dim=4, minCount=1, thread=1, verbose=0, bucket=100).save_model(
+        str(folder / "vectors.bin")
+    )
+    return folder
+
+
+@pytest.mark.parametrize("name", ["two.bin", "two.ftz"])
+def test_it_separates_what_it_was_trained_on(folder: Path, name: str) -> None:
+    batch = FastTextScorer(folder / name, "hq").score(["the theorem follows", "buy cheap pills now"])
+    assert batch.reasons == [None, None]
+    assert batch.scores[0] > 0.9 and batch.scores[1] < 0.1
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_few_rows(folder: Path, n: int) -> None:
+    batch = FastTextScorer(folder / "two.bin", "hq").score(["the theorem", "cheap pills"][:n])
+    assert batch.scores.shape == (n,) and batch.scores.dtype == np.float64 and batch.reasons == [None] * n
+
+
+def test_label_spelling_and_unknown_label(folder: Path) -> None:
+    short, full = (FastTextScorer(folder / "two.bin", label) for label in ("hq", "__label__hq"))
+    assert short.score(["the theorem"]).scores == full.score(["the theorem"]).scores
+    with pytest.raises(ValueError, match=r"'wiki'.*__label__cc, __label__hq"):
+        FastTextScorer(folder / "two.bin", "wiki")
+
+
+@pytest.mark.parametrize("name", ["three.bin", "softmax_tree.bin"])
+def test_with_three_labels_the_probability_is_the_labels_own(folder: Path, name: str) -> None:
+    texts = ["red apple", "blue sky", "green grass", "red sky grass"]
+    by_label = np.array([FastTextScorer(folder / name, label).score(texts).scores for label in "abc"])
+    assert by_label[:, :3].argmax(axis=0).tolist() == [0, 1, 2]
+    np.testing.assert_allclose(by_label.sum(axis=0), 1, atol=1e-3)
+    assert (by_label[0, 3] - (1 - by_label[1, 3])) ** 2 > 1e-6
+
+
+def test_texts_without_score(folder: Path) -> None:
+    # fastText itself answers every one of these
+    nothing = ["", "  \n", "qqq zzz", "qqq", "__label__hq", "</s> the theorem", "\u00a0", "\x00"]
+    raw = fasttext.load_model(str(folder / "two.bin")).predict(["", "qqq zzz", "qqq"], k=-1)[1]
+    assert all(len(probabilities) == 2 for probabilities in raw)
+    batch = FastTextScorer(folder / "two.bin", "hq").score([None, *nothing, "qqq theorem"])
+    assert batch.reasons == [NULL_TEXT, *[NO_TOKENS] * len(nothing), None]
+    assert np.isnan(batch.scores[:-1]).all() and np.isfinite(batch.scores[-1])
+
+
+def test_unknown_words_of_a_subword_model_count_by_their_character_ngrams(folder: Path) -> None:
+    scorer = FastTextScorer(folder / "subwords.bin", "a")
+    # "<redder>" shares n-grams with "<red>"; a free-standing label mark has none
+    batch = scorer.score(["redder", "__label__a", "</s>"])
+    assert batch.reasons == [None, NO_TOKENS, NO_TOKENS]
+    assert batch.scores[0] > 0.5
+
+
+def test_scores_do_not_depend_on_how_lines_are_broken(folder: Path) -> None:
+    scorer = FastTextScorer(folder / "two.bin", "hq")
+    marks = ["\n", "\r\n", "\r", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+    scores = scorer.score([f"the theorem{mark}buy cheap{mark}" for mark in [" ", *marks]]).scores
+    assert (scores == scores[0]).all()
+
+
+def test_the_last_line_counts(folder: Path) -> None:
+    scorer = FastTextScorer(folder / "two.bin", "hq")
+    one, both = scorer.score(["the theorem", "the theorem\nbuy cheap pills now"]).scores
+    assert both < one
+
+
+def test_surrogates_are_replaced_and_counted(folder: Path) -> None:
+    batch = FastTextScorer(folder / "two.bin", "hq").score(["the theorem \ud800", "the theorem \ufffd"])
+    assert batch.scores[0] == batch.scores[1] and batch.notes == {SURROGATES: 1}
+
+
+def test_probabilities_are_clamped(folder: Path) -> None:
+    text = "the theorem follows from the lemma " * 20
+    model = fasttext.load_model(str(folder / "three.bin"))
+    raw = model.predict(["red apple " * 50], k=-1)[1][0].max()
+    batch = FastTextScorer(folder / "three.bin", "a").score(["red apple " * 50])
+    assert batch.scores[0] == min(float(raw), 1.0)
+    assert FastTextScorer(folder / "two.bin", "hq").score([text]).scores[0] <= 1.0
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.none() | st.text(st.characters() | st.sampled_from("the \n\x85"), max_size=20), max_size=5))
+def test_any_text_has_a_score_or_a_reason(folder: Path, texts: list[str | None]) -> None:
+    scorer = FastTextScorer(folder / "two.bin", "hq")
+    batch = scorer.score(texts)
+    alone = [scorer.score([text]) for text in texts]
+    np.testing.assert_array_equal(batch.scores, np.array([one.scores[0] for one in alone]))
+    assert all((reason is None) == (0 <= score <= 1) for reason, score in zip(batch.reasons, batch.scores, strict=True))
+
+
+def test_what_is_no_classifier(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.bin"):
+        FastTextScorer(tmp_path / "none.bin", "hq")
+    (tmp_path / "junk.bin").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"junk\.bin: not a fastText model"):
+        FastTextScorer(tmp_path / "junk.bin", "hq")
+    with pytest.raises(ValueError, match="unsupervised"):
+        FastTextScorer(folder / "vectors.bin", "hq")
+    with pytest.raises(ValueError, match="'none' is none of: dclm"):
+        FastTextScorer(folder / "two.bin", "hq", normaliser="none")
+
+
+def test_description(folder: Path) -> None:
+    told = FastTextScorer(folder / "two.ftz", "hq").describe()
+    assert told["positive_label"] == "__label__hq" and told["normaliser"] == "dclm" and told["quantised"] is True
+    assert told["revision"].startswith("blake2b:") and told["dimension"] == 8
+    assert str(folder) not in str(told)

@@ -1,0 +1,84 @@
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dagster_datamask.scoring.text import NO_TOKENS, NULL_TEXT, SURROGATES, decode_column, join_lines, screen
+
+LINE_BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+
+
+def bytes_as_string(values: list[bytes | None], large: bool = False) -> pa.Array:
+    """A string array over arbitrary bytes, as a foreign writer may have left it in a parquet file."""
+    array = pa.array(values, pa.large_binary() if large else pa.binary())
+    return pa.Array.from_buffers(
+        pa.large_string() if large else pa.string(), len(array), array.buffers(), array.null_count
+    )
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_valid_text_is_unchanged(n: int, large: bool) -> None:
+    texts = ["für 語 😀", None][:n]
+    column = pa.array(texts, pa.large_string() if large else pa.string())
+    assert decode_column(column) == (texts, 0)
+    assert decode_column(pa.chunked_array([column, column])) == (texts * 2, 0)
+
+
+def test_bad_bytes_are_replaced_and_counted_per_row() -> None:
+    raw = [b"ok", None, b"a\xffb\xffc", "x\ud800y".encode("utf-8", "surrogatepass"), b"\xe4"]
+    for large in (False, True):
+        for column in (bytes_as_string(raw, large), pa.array(raw, pa.large_binary() if large else pa.binary())):
+            texts, replaced = decode_column(column)
+            assert replaced == 3
+            assert texts[:3] == ["ok", None, "a\ufffdb\ufffdc"]
+            assert texts[3] is not None and texts[3][0] == "x" and texts[3][-1] == "y" and "\ufffd" in texts[3]
+            assert texts[4] == "\ufffd"
+
+
+@given(st.lists(st.none() | st.binary(max_size=12), max_size=6))
+def test_no_bytes_raise_and_every_text_has_a_utf8_form(raw: list[bytes | None]) -> None:
+    texts, replaced = decode_column(bytes_as_string(raw))
+    assert [text is None for text in texts] == [value is None for value in raw]
+    assert replaced == sum(text.encode() != value for text, value in zip(texts, raw, strict=True) if text is not None)
+
+
+def test_a_slice_decodes_its_own_rows() -> None:
+    assert decode_column(pa.array(["a", "b", None, "d"]).slice(1, 2)) == (["b", None], 0)
+
+
+def test_other_columns() -> None:
+    assert decode_column(pa.nulls(2)) == ([None, None], 0)
+    with pytest.raises(TypeError, match=r"not int64.*\[source\]"):
+        decode_column(pa.array([1]))
+
+
+@given(st.lists(st.text(max_size=8) | st.sampled_from(LINE_BREAKS), max_size=12).map("".join))
+def test_joined_text_is_one_line(text: str) -> None:
+    line = join_lines(text)
+    assert not any(mark in line for mark in LINE_BREAKS)
+    assert len(line.splitlines()) <= 1
+    assert join_lines(line) == line
+    assert line.split() == text.split()
+
+
+@pytest.mark.parametrize("mark", LINE_BREAKS)
+def test_every_line_break_is_one_space(mark: str) -> None:
+    assert join_lines(f"\t a{mark}b{mark}{mark}c \n") == "a b  c"
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_screen(n: int) -> None:
+    clean, reasons, notes = screen(["a\ud83db", None][:n])
+    assert clean == ["a\ufffdb", ""][:n]
+    assert reasons == [None, NULL_TEXT][:n]
+    assert notes == (Counter({SURROGATES: 1}) if n else Counter())
+
+
+def test_screen_marks_blank_texts() -> None:
+    blanks = ["", " ", "\n\t\u2028", "\u00a0\u3000"]
+    assert screen(blanks)[1] == [NO_TOKENS] * 4
+    with pytest.raises(TypeError, match="row 1.*bytes"):
+        screen(["a", b"b"])
