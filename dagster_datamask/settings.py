@@ -15,8 +15,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dagster_datamask.keyed import digest
+from dagster_datamask.selection.budgets import parse_budget
 
 CONFIG_FILE = "datamask.toml"
+# large enough for any number of documents, so that only what cannot be read is refused here
+_ANY_POOL = 10**18
 BUDGET_HELP = "a share of the documents ('10%') or a number of them ('5000')"
 
 
@@ -34,7 +37,10 @@ class SourceSettings(Section):
         "fail", description="a shard that cannot be read fails the run, or is set aside and reported"
     )
     hash_below: float = Field(
-        1.0, gt=0, le=1, description="keep the documents whose keyed hash lies below this share (`run --limit` sets it)"
+        1.0,
+        gt=0,
+        le=1,
+        description="keep the documents whose keyed hash lies below this share (`run --limit` sets it)",
     )
 
 
@@ -78,14 +84,19 @@ class ScoreSettings(Section):
 class PruneSettings(Section):
     ratio: float = Field(0.45, ge=0, lt=1, description="share of the documents dropped by quality before selection")
     threshold: Literal["per_snapshot", "frozen"] = Field(
-        "per_snapshot", description="cut exactly this share of each snapshot, or at quality_calibration's threshold"
+        "per_snapshot",
+        description="cut exactly this share of each snapshot, or at quality_calibration's threshold",
     )
 
 
 class EmbedSettings(Section):
     documents: Literal["survivors", "all"] = Field("survivors", description="embed what pruning left, or every row")
-    max_tokens: int | None = Field(None, ge=8, description="tokens of a document that the encoder reads; null: registry")
-    batch_tokens: int = Field(16_384, ge=64, description="padded tokens in one forward pass")
+    max_tokens: int | None = Field(
+        None, ge=8, description="tokens of a document that the encoder reads; null: registry"
+    )
+    batch_tokens: int | None = Field(
+        None, ge=64, description="padded tokens in one forward pass; null: 4,096 on the CPU, 131,072 on CUDA"
+    )
 
 
 class ClusterSettings(Section):
@@ -108,20 +119,32 @@ class SelectSettings(Section):
     lr: float = Field(10.0, gt=0, description="eta, step of the logits")
     steps: int = Field(10_000, ge=1, description="E, policy-gradient steps")
     batch: float = Field(0.05, gt=0, le=1, description="share of a split that one step samples and updates")
-    gradient: Literal["independent", "ordered"] = Field("independent", description="form of the log-probability gradient")
+    gradient: Literal["independent", "ordered"] = Field(
+        "independent", description="form of the log-probability gradient"
+    )
     final: Literal["top", "sampled"] = Field("top", description="the final mask: the top logits, or one more draw")
     l_min: float = Field(0.0, description="lowest initial logit (Eq. 13)")
     l_max: float = Field(2.0, description="highest initial logit (Eq. 13)")
     split: int = Field(1_000_000, ge=1, description="most documents in one split")
     seed: int = Field(0, ge=0, description="seed of every draw")
     compare_steps: int = Field(
-        0, ge=0, description="steps of a policy-gradient run drawn beside another solver's in the figure; 0: none"
+        0,
+        ge=0,
+        description="steps of a policy-gradient run drawn beside another solver's in the figure; 0: none",
     )
 
     @field_validator("budget", mode="before")
     @classmethod
     def _budget_text(cls, value: object) -> object:
+        if isinstance(value, float):
+            value = f"{100 * value:.10g}%"
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("budget")
+    @classmethod
+    def _budget_readable(cls, value: str) -> str:
+        parse_budget(value, _ANY_POOL)
+        return value
 
 
 class GroupMatesSettings(Section):

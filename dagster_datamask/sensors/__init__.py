@@ -1,1 +1,1 @@
-
+"""Sensors: what launches runs without a person."""

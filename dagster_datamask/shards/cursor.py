@@ -34,7 +34,7 @@ def read_batches(path: Path, columns: Sequence[str] | None, rows: int) -> Iterat
 class Cursor:
     """A side file read forward, handing out the rows that a batch of ids asks for."""
 
-    def __init__(self, path: Path, columns: Sequence[str], rows: int) -> None:
+    def __init__(self, path: Path, columns: Sequence[str] | None, rows: int) -> None:
         self.path = path
         self._batches = read_batches(path, columns, rows)
         self._buffer: pa.Table | None = None

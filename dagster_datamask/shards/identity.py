@@ -26,10 +26,20 @@ class IdCollision(ValueError):
 
 def base_ids(ids: pa.Array | None, shard: str, first_row: int, rows: int) -> tuple[list[str], np.ndarray]:
     """(ids before duplicates are renamed, bool[rows] where the row had none and got `<shard>#<row>`)."""
-    given: Sequence[str | None] = [None] * rows if ids is None else ids.to_pylist()
+    given = [None] * rows if ids is None or pa.types.is_null(ids.type) else [_decoded(i) for i in _bytes(ids)]
     made = np.array([i is None or not i.strip() for i in given], dtype=bool)
     named = [f"{shard}#{first_row + k}" if made[k] or i is None else i for k, i in enumerate(given)]
     return named, made
+
+
+def _bytes(ids: pa.Array) -> list[bytes | None]:
+    plain = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
+    return list(plain.cast(pa.large_binary()).to_pylist())
+
+
+def _decoded(value: bytes | None) -> str | None:
+    # replacing broken bytes would make distinct ids equal; escaping them keeps them apart
+    return None if value is None else value.decode("utf-8", "backslashreplace")
 
 
 def renamed(doc_id: str, row: int, shard: str, kind: int) -> str:

@@ -134,9 +134,7 @@ class Source:
             ]
             return meta.num_rows, digest(meta.num_rows, repr(groups), str(meta.schema), size=8).hex()
 
-    def batches(
-        self, shard: Shard, columns: Sequence[str] | None, rows: int
-    ) -> Iterator[pa.RecordBatch]:
+    def batches(self, shard: Shard, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
         """Record batches of at most `rows` rows, in order; columns the shard lacks are left out.
 
         Raises BadShard where a page cannot be decoded.

@@ -27,7 +27,7 @@ def atomic(path: Path, verify: Callable[[Path], None] | None = None) -> Iterator
             os.fsync(file.fileno())
         if verify is not None:
             verify(temp)
-        os.replace(temp, path)
+        temp.replace(path)
     finally:
         temp.unlink(missing_ok=True)
     fsync_folder(path.parent)
@@ -150,4 +150,3 @@ def count_rows(path: Path, suffix: str | None = None) -> int:
     with pa.memory_map(str(path)) as source:
         reader = pa.ipc.open_file(source)
         return sum(reader.get_batch(i).num_rows for i in range(reader.num_record_batches))
-

@@ -1,0 +1,220 @@
+"""From a stage to an asset: config and resources in, metadata and checks out, failures sorted.
+
+The only place that translates between stages and Dagster, so that every asset has the same code version, data version,
+row counts, schema, figures and blocking checks.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dagster_datamask.accelerator import AcceleratorUnavailable
+from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.reporting.tables import png_markdown
+from dagster_datamask.resources.accelerator import AcceleratorResource
+from dagster_datamask.resources.config import config_class, effective
+from dagster_datamask.resources.models import ModelsResource
+from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.scoring.models import ModelUnavailable
+from dagster_datamask.settings import Settings
+from dagster_datamask.shards.engine import peak_memory_mb
+from dagster_datamask.shards.generations import NotPublished, Published
+from dagster_datamask.shards.schemas import InconsistentFiles
+from dagster_datamask.shards.source import Source
+from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage
+
+Compute = Callable[[Run, Source, str], Outcome]
+
+# Errors that a second try cannot mend: their message is the whole story, so no retry and no traceback to wade through.
+PERMANENT = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
+
+CHECKS: dict[str, tuple[tuple[str, bool], ...]] = {
+    "raw_shards": (("every_shard_readable", False),),
+    "datamask_masks": (("budget_met_exactly", True), ("value_below_bound", True)),
+    "fineweb_mask_manifest": (("made_under_these_settings", True), ("kept_equals_budget", True)),
+    "fineweb_mask": (("rows_equal_kept", True),),
+}
+_EVERY_ASSET = (("rows_accounted_for", True),)
+
+
+@dataclass(frozen=True)
+class StageAsset:
+    """A stage and the function that runs it; `build` makes the asset for given settings."""
+
+    stage: Stage
+    compute: Compute
+
+    def build(self, settings: Settings) -> dg.AssetsDefinition:
+        stage, compute = self.stage, self.compute
+        partitions = cc_snapshot if stage.partitioned else None
+        names = _EVERY_ASSET + CHECKS.get(stage.name, ())
+
+        @dg.asset(
+            name=stage.name,
+            description=stage.about,
+            group_name=stage.group,
+            deps=list(stage.inputs),
+            partitions_def=partitions,
+            code_version=stage.code_version(settings),
+            owners=["team:datamask"],
+            kinds={"torch"} if stage.on_accelerator else {"parquet"},
+            pool="gpu" if stage.on_accelerator else None,
+            check_specs=[
+                dg.AssetCheckSpec(name, asset=stage.name, blocking=blocking, partitions_def=partitions)
+                for name, blocking in names
+            ],
+        )
+        def asset(
+            context: dg.AssetExecutionContext,
+            config: config_class(stage, settings),  # type: ignore[valid-type]
+            storage: StorageResource,
+            accelerator: AcceleratorResource,
+            models: ModelsResource,
+        ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult]:
+            started = time.monotonic()
+            try:
+                used = models.apply(effective(stage, config, settings))
+                run = Run(storage.store(), used, settings, accelerator.accelerator(), context.log.info)
+                snapshot = context.partition_key if stage.partitioned else ""
+                outcome = compute(run, storage.documents(), snapshot)
+            except PERMANENT as error:
+                raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
+            experiment = used.subset(stage.reads) != settings.subset(stage.reads)
+            yield from _results(stage, run, outcome, experiment, time.monotonic() - started)
+
+        return asset
+
+
+def stage_asset(name: str) -> Callable[[Compute], StageAsset]:
+    """Decorate `(run, source, snapshot) -> Outcome` as the asset of a stage."""
+    return lambda compute: StageAsset(STAGES[name], compute)
+
+
+def _results(
+    stage: Stage, run: Run, outcome: Outcome, experiment: bool, seconds: float
+) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult]:
+    checks = [
+        dg.AssetCheckResult(
+            check_name=check.name,
+            passed=check.passed,
+            severity=dg.AssetCheckSeverity.ERROR if check.blocking else dg.AssetCheckSeverity.WARN,
+            metadata={name: value for name, value in check.facts.items() if value is not None},
+        )
+        for check in outcome.checks
+    ]
+    if outcome.published is None:
+        # no materialisation: a generation that a blocking check refused was not published
+        yield from checks
+        failed = [check for check in outcome.checks if check.blocking and not check.passed]
+        raise dg.Failure(
+            f"{stage.name} was not published: "
+            + "; ".join(f"{check.name}: {_in_words(check.facts)}" for check in failed),
+            allow_retries=False,
+        )
+    yield dg.MaterializeResult(
+        metadata=_metadata(stage, run, outcome, outcome.published, experiment, seconds),
+        data_version=dg.DataVersion(outcome.published.fingerprint),
+        check_results=checks,
+    )
+
+
+def _metadata(
+    stage: Stage, run: Run, outcome: Outcome, published: Published, experiment: bool, seconds: float
+) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "dagster/row_count": published.rows,
+        "rows_in": outcome.rows_in,
+        "path": dg.MetadataValue.path(str(published.folder)),
+        "fingerprint": published.fingerprint,
+        "settings": dg.MetadataValue.json(run.settings.subset(stage.reads)),
+        "experiment": experiment,
+        "seconds": round(seconds, 3),
+        "peak_memory_mb": round(peak_memory_mb(), 1),
+    }
+    metadata |= {f"rows/{reason}": rows for reason, rows in outcome.counts.items()}
+    if stage.on_accelerator:
+        metadata["accelerator"] = dg.MetadataValue.json(run.accelerator.describe())
+    metadata |= _facts(outcome.facts)
+    metadata |= {name: dg.MetadataValue.md(png_markdown(png, name)) for name, png in outcome.figures.items()}
+    schema = _schema(published)
+    if schema is not None:
+        metadata["dagster/column_schema"] = dg.TableSchema(
+            columns=[dg.TableColumn(field.name, str(field.type)) for field in schema]
+        )
+        lineage = _lineage(stage, schema)
+        if lineage:
+            metadata["dagster/column_lineage"] = dg.TableColumnLineage(lineage)
+    return metadata
+
+
+def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Numbers and short texts as they are, so that Dagster plots them; what is nested as JSON."""
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if value is None:
+            continue
+        if name == "certificate":
+            flat |= _facts({k: v for k, v in value.items() if k != "feasible_set"})
+        elif isinstance(value, bool | int | float | str):
+            flat[f"{prefix}{name}"] = value
+        elif name not in ("trajectories", "report"):
+            flat[f"{prefix}{name}"] = dg.MetadataValue.json(value)
+    return flat
+
+
+def _schema(published: Published) -> pa.Schema | None:
+    if not published.shards or published.ext not in (".parquet", ".arrow"):
+        return None
+    path = published.path(published.shards[0])
+    if published.ext == ".parquet":
+        return pq.read_schema(path)
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).schema
+
+
+# which column of which input a column comes from, beyond doc_id, which comes from raw_shards everywhere
+_COLUMN_LINEAGE: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
+    "quality_scores": {"score": (("dclm_scores", "score"), ("edu_scores", "score"), ("wiki_scores", "score"))},
+    "pruned_documents": {"quality": (("quality_scores", "score"),), "decision": (("raw_shards", "decision"),)},
+    "kmeans_clusters": {"cluster": (("e5_embeddings", "embedding"),), "similarity": (("e5_embeddings", "embedding"),)},
+    "datamask_masks": dict.fromkeys(
+        ("selected", "score", "rank"), (("e5_embeddings", "embedding"), ("pruned_documents", "quality"))
+    ),
+    "fineweb_mask_manifest": {
+        "row": (("raw_shards", "row"),),
+        "decision": (("pruned_documents", "decision"), ("datamask_masks", "selected"), ("e5_embeddings", "reason")),
+        "reason": (("pruned_documents", "reason"), ("datamask_masks", "reason"), ("e5_embeddings", "reason")),
+        "dclm": (("dclm_scores", "score"),),
+        "edu": (("edu_scores", "score"),),
+        "wiki": (("wiki_scores", "score"),),
+        "quality": (("pruned_documents", "quality"),),
+        "cluster": (("kmeans_clusters", "cluster"),),
+        "split": (("datamask_masks", "split"),),
+        "score": (("datamask_masks", "score"),),
+        "token_count": (("raw_shards", "token_count"),),
+    },
+    "fineweb_mask": {
+        column: (("fineweb_mask_manifest", "score" if column == "mask_score" else column),)
+        for column in ("dclm", "edu", "wiki", "quality", "cluster", "split", "mask_score")
+    },
+}
+
+
+def _lineage(stage: Stage, schema: pa.Schema) -> dict[str, list[dg.TableColumnDep]]:
+    sources = dict(_COLUMN_LINEAGE.get(stage.name, {}))
+    if "raw_shards" in stage.inputs:
+        sources["doc_id"] = (("raw_shards", "doc_id"),)
+    return {
+        column: [dg.TableColumnDep(asset_key=dg.AssetKey(asset), column_name=name) for asset, name in origins]
+        for column, origins in sources.items()
+        if column in schema.names
+    }
+
+
+def _in_words(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())

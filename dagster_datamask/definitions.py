@@ -1,0 +1,52 @@
+"""The whole system on one screen: assets, jobs, sensor, resources, wired from one set of settings.
+
+Importing this needs no network, no GPU, no credentials and no models; they are looked at when an asset runs.
+"""
+
+import dagster as dg
+
+from dagster_datamask.assets import documents, globals, selection
+from dagster_datamask.assets.base import StageAsset
+from dagster_datamask.jobs import JOBS
+from dagster_datamask.resources.accelerator import AcceleratorResource
+from dagster_datamask.resources.models import ModelsResource
+from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.sensors.new_shards import build_new_shards
+from dagster_datamask.settings import Settings, load_settings
+
+ASSETS: tuple[StageAsset, ...] = (
+    globals.quality_classifiers,
+    globals.quality_calibration,
+    globals.kmeans_centroids,
+    documents.raw_shards,
+    documents.dclm_scores,
+    documents.edu_scores,
+    documents.wiki_scores,
+    documents.quality_scores,
+    documents.pruned_documents,
+    selection.e5_embeddings,
+    selection.kmeans_clusters,
+    selection.datamask_masks,
+    selection.fineweb_mask_manifest,
+    selection.fineweb_mask,
+)
+
+
+def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) -> dg.Definitions:
+    """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
+    return dg.Definitions(
+        assets=[asset.build(settings) for asset in ASSETS],
+        jobs=JOBS,
+        sensors=[build_new_shards(settings)],
+        resources={
+            "storage": StorageResource.from_settings(settings),
+            "accelerator": AcceleratorResource.from_settings(settings),
+            "models": ModelsResource.from_settings(settings),
+            **resources,
+        },
+        # one process a run: models and libraries load once, and a step costs no process start
+        executor=dg.in_process_executor,
+    )
+
+
+defs = build_definitions(load_settings())

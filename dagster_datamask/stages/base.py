@@ -1,0 +1,351 @@
+"""What every stage shares: its declaration, its inputs resolved once and proved to belong together, its outcome.
+
+`STAGES` is the table of the system: name, code version, settings read, inputs. Fingerprints, Dagster's code versions,
+the Launchpad's fields and the manifest's settings check all come from it, so they cannot disagree.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.settings import Settings
+from dagster_datamask.shards.engine import Progress, every_seconds
+from dagster_datamask.shards.generations import Generation, Published, ShardRecord, Store
+from dagster_datamask.shards.schemas import InconsistentFiles
+
+# Read by a stage, but identified by content: the fingerprint holds the revision of what the path or hub id names, so
+# a moved folder changes nothing.
+_LOCATIONS = frozenset(
+    {
+        "models.encoder",
+        "models.dclm",
+        "models.wiki",
+        "models.edu",
+        "score.dclm_labels",
+        "score.wiki_labels",
+        "score.edu_labels",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's declaration. `version` is raised by hand when its code gives other bytes for equal inputs."""
+
+    name: str
+    version: str
+    reads: tuple[str, ...]
+    inputs: tuple[str, ...]
+    group: str
+    about: str
+    partitioned: bool = True
+    on_accelerator: bool = False
+
+    def code_version(self, settings: Settings) -> str:
+        """Dagster's code version: the stage's own, and the hash of the settings it reads."""
+        return f"{self.version}-{settings.hash(self.reads)}"
+
+    def identity(self, settings: Settings) -> dict[str, Any]:
+        """The settings that enter the fingerprint."""
+        return settings.subset(key for key in self.reads if key not in _LOCATIONS)
+
+
+_SELECT = tuple(
+    f"select.{name}"
+    for name in (
+        "lambda",
+        "budget",
+        "solver",
+        "scale",
+        "group",
+        "lr",
+        "steps",
+        "batch",
+        "gradient",
+        "final",
+        "l_min",
+        "l_max",
+        "split",
+        "seed",
+        "compare_steps",
+    )
+)
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            "quality_classifiers",
+            "1",
+            (
+                "models.dclm",
+                "models.dclm_label",
+                "models.wiki",
+                "models.wiki_label",
+                "models.edu",
+                "models.encoder",
+                "models.encoder_prefix",
+                "score.dclm_labels",
+                "score.wiki_labels",
+                "score.edu_labels",
+                "score.edu_max_tokens",
+            ),
+            (),
+            "global",
+            "The three quality models: resolved from hub, path or URL, or trained from labelled parquet.",
+            partitioned=False,
+            on_accelerator=True,
+        ),
+        Stage(
+            "quality_calibration",
+            "1",
+            ("score.weights", "score.calibration_snapshots", "score.calibration_sample", "prune.ratio"),
+            ("quality_classifiers",),
+            "global",
+            "A recorded, scored sample of documents; the constants that put quality on one scale everywhere.",
+            partitioned=False,
+            on_accelerator=True,
+        ),
+        Stage(
+            "kmeans_centroids",
+            "1",
+            (
+                "models.encoder",
+                "models.encoder_prefix",
+                "embed.max_tokens",
+                "embed.batch_tokens",
+                "cluster.k",
+                "cluster.sample",
+                "cluster.iterations",
+                "cluster.seed",
+            ),
+            ("quality_calibration",),
+            "global",
+            "Spherical k-means centroids of the calibration sample's survivors, frozen for all snapshots.",
+            partitioned=False,
+            on_accelerator=True,
+        ),
+        Stage(
+            "raw_shards",
+            "1",
+            ("source.on_bad_shard", "source.hash_below"),
+            (),
+            "documents",
+            "Every row of the snapshot under a unique doc_id; duplicates, blank texts and bad shards counted.",
+        ),
+        Stage(
+            "dclm_scores",
+            "1",
+            ("models.dclm_label",),
+            ("raw_shards", "quality_classifiers"),
+            "quality",
+            "Probability of the DCLM classifier's positive label, 0..1.",
+        ),
+        Stage(
+            "edu_scores",
+            "1",
+            ("score.edu_max_tokens",),
+            ("raw_shards", "quality_classifiers"),
+            "quality",
+            "Educational value, about 0..5, a float as the model gives it.",
+            on_accelerator=True,
+        ),
+        Stage(
+            "wiki_scores",
+            "1",
+            ("models.wiki_label",),
+            ("raw_shards", "quality_classifiers"),
+            "quality",
+            "Probability of the wiki-reference classifier's positive label, 0..1.",
+        ),
+        Stage(
+            "quality_scores",
+            "1",
+            ("score.weights",),
+            ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
+            "quality",
+            "Quality 0..15: 5 times the two probabilities plus the Edu score clamped to 0..5.",
+        ),
+        Stage(
+            "pruned_documents",
+            "1",
+            ("prune.ratio", "prune.threshold"),
+            ("raw_shards", "quality_scores"),
+            "quality",
+            "The lowest share by quality marked pruned; every row keeps its decision.",
+        ),
+        Stage(
+            "e5_embeddings",
+            "1",
+            (
+                "models.encoder",
+                "models.encoder_prefix",
+                "embed.documents",
+                "embed.max_tokens",
+                "embed.batch_tokens",
+            ),
+            ("raw_shards", "pruned_documents"),
+            "embeddings",
+            "Unit float16 vectors of the surviving documents, memory-mapped Arrow.",
+            on_accelerator=True,
+        ),
+        Stage(
+            "kmeans_clusters",
+            "1",
+            (),
+            ("e5_embeddings", "kmeans_centroids"),
+            "embeddings",
+            "The nearest frozen centroid of each embedded document.",
+        ),
+        Stage(
+            "datamask_masks",
+            "1",
+            _SELECT,
+            ("pruned_documents", "e5_embeddings", "quality_calibration"),
+            "selection",
+            "The mask: lambda x quality + (1 - lambda) x pair-wise similarity at the budget, with its certificate.",
+            on_accelerator=True,
+        ),
+        Stage(
+            "fineweb_mask_manifest",
+            "1",
+            (),
+            (
+                "raw_shards",
+                "dclm_scores",
+                "edu_scores",
+                "wiki_scores",
+                "quality_scores",
+                "pruned_documents",
+                "e5_embeddings",
+                "kmeans_clusters",
+                "datamask_masks",
+            ),
+            "manifest",
+            "One row per readable input row: what was decided, where and why; manifest.json says from what.",
+        ),
+        Stage(
+            "fineweb_mask",
+            "1",
+            (),
+            ("raw_shards", "fineweb_mask_manifest"),
+            "manifest",
+            "The kept documents with all their columns and scores, as parquet.",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a stage's result. A failing blocking check keeps the generation from being published."""
+
+    name: str
+    passed: bool
+    blocking: bool
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a stage did. `counts` says what became of the `rows_in` rows it answers for; their sum must equal it."""
+
+    published: Published | None
+    rows_in: int
+    counts: dict[str, int]
+    facts: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, bytes] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a stage runs with: the root, its settings, the device, and where to tell progress.
+
+    `in_force` are the settings of datamask.toml; `settings` differ from them where the Launchpad overrode some.
+    """
+
+    store: Store
+    settings: Settings
+    in_force: Settings
+    accelerator: Accelerator
+    log: Callable[[str], None]
+
+    def inputs(self, stage: Stage, snapshot: str | None, names: Sequence[str] | None = None) -> dict[str, Published]:
+        """The published inputs of `stage`, resolved once, by name; those in `names`, or all.
+
+        Raises NotPublished for what is missing and InconsistentFiles if two come from different ancestors.
+        """
+        found = {
+            name: self.store.current(name, snapshot if STAGES[name].partitioned else None)
+            for name in (stage.inputs if names is None else names)
+        }
+        for published in found.values():
+            for ancestor, fingerprint in published.inputs.items():
+                other = found.get(ancestor)
+                if other is not None and other.fingerprint != fingerprint and STAGES[ancestor].partitioned:
+                    raise InconsistentFiles(
+                        f"{published.asset} of {snapshot} was made from another generation of {ancestor} than the "
+                        f"published one; materialise {published.asset} again"
+                    )
+        return found
+
+    @contextmanager
+    def generation(self, stage: Stage, snapshot: str | None, inputs: Mapping[str, str]) -> Iterator[Generation]:
+        """The stage's generation for these input fingerprints and the settings in force, under its lease."""
+        with self.store.generation(
+            stage.name,
+            snapshot,
+            code_version=stage.version,
+            settings=stage.identity(self.settings),
+            inputs=inputs,
+            waiting=self.log,
+        ) as generation:
+            yield generation
+
+    def progress(self, stage: Stage, snapshot: str | None) -> Progress:
+        return every_seconds(self.log, f"{stage.name} {snapshot}" if snapshot else stage.name)
+
+
+def fingerprints(inputs: Mapping[str, Published]) -> dict[str, str]:
+    """{input: fingerprint}."""
+    return {name: published.fingerprint for name, published in inputs.items()}
+
+
+def finish(
+    generation: Generation,
+    records: list[ShardRecord],
+    ext: str,
+    *,
+    facts: Mapping[str, Any],
+    expected_rows: int,
+    figures: Mapping[str, bytes] | None = None,
+    tables: Mapping[str, str] | None = None,
+    checks: Sequence[Check] = (),
+) -> Outcome:
+    """Check that every row is accounted for, publish if all blocking checks pass, and sum up."""
+    counts: dict[str, int] = {}
+    for record in records:
+        for reason, rows in record.counts.items():
+            counts[reason] = counts.get(reason, 0) + rows
+    rows_in = sum(record.rows_in for record in records)
+    accounted = Check(
+        "rows_accounted_for",
+        expected_rows == rows_in == sum(counts.values()),
+        True,
+        {"readable_rows": expected_rows, "rows_seen": rows_in, "sum_of_decisions": sum(counts.values())},
+    )
+    every = (accounted, *checks)
+    blocked = any(check.blocking and not check.passed for check in every)
+    return Outcome(
+        published=None if blocked else generation.publish(records, ext, facts),
+        rows_in=rows_in,
+        counts=dict(sorted(counts.items())),
+        facts=dict(facts),
+        figures=dict(figures or {}),
+        tables=dict(tables or {}),
+        checks=every,
+    )

@@ -1,0 +1,279 @@
+"""quality_calibration and kmeans_centroids: what is fitted once on a recorded sample and then frozen.
+
+The sample is drawn from source shards by keyed hash and kept, text included, in quality_calibration's folder: so the
+constants and centroids can be explained and refitted, and no snapshot run can move them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dagster_datamask.keyed import digest, hash64
+from dagster_datamask.reporting.figures import cluster_sizes_figure, quality_histogram
+from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
+from dagster_datamask.scoring.quality import PARTS, calibrate, combine
+from dagster_datamask.scoring.text import decode_column
+from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.engine import BATCH_ROWS
+from dagster_datamask.shards.generations import Published
+from dagster_datamask.shards.identity import base_ids
+from dagster_datamask.shards.source import Shard, Source
+from dagster_datamask.shards.writer import table_file
+from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.classifiers import open_scorer, precision
+from dagster_datamask.stages.scores import integer_histogram
+
+SAMPLE_FILE = "sample.parquet"
+CENTROIDS_FILE = "centroids.arrow"
+_SAMPLE = pa.schema(
+    [
+        ("snapshot", pa.string()),
+        ("doc_id", pa.string()),
+        ("text", pa.large_string()),
+        *((part, pa.float64()) for part in PARTS),
+        ("quality", pa.float64()),
+        ("reason", pa.string()),
+    ]
+)
+_CENTROID = "centroid"
+_MAX_CLUSTERS = 10_000
+_SAMPLED_TEXT_ROWS = 1000
+
+
+def quality_calibration(run: Run, source: Source) -> Outcome:
+    """Publish the scored sample and, as facts, q_lo, q_hi (quantiles 0.001 and 0.999) and the prune threshold."""
+    stage = STAGES["quality_calibration"]
+    settings = run.settings.score
+    classifiers = run.store.current("quality_classifiers")
+    picked = _pick(source, settings.calibration_snapshots or source.snapshots(), settings.calibration_sample)
+    inputs = {
+        "quality_classifiers": classifiers.fingerprint,
+        "precision": precision(run.accelerator),
+        "sample": digest(*(f"{shard.path} {shard.listed} {groups}" for _, shard, groups in picked), size=16).hex(),
+    }
+    with run.generation(stage, None, inputs) as generation:
+        record = generation.record(SAMPLE_FILE, "")
+        if record is None:
+            rows = _sample(source, picked, settings.calibration_sample)
+            scorers = {part: open_scorer(part, classifiers, run.settings, run.accelerator) for part in PARTS}
+            progress = run.progress(stage, None)
+            with table_file(generation.folder / SAMPLE_FILE, _SAMPLE, _SAMPLED_TEXT_ROWS) as writer:
+                for start in range(0, len(rows), BATCH_ROWS):
+                    batch = rows.slice(start, BATCH_ROWS)
+                    writer.write(_scored(batch, scorers, settings.weights))
+                    progress(start + len(batch), len(rows), SAMPLE_FILE)
+            scored = pq.read_table(generation.folder / SAMPLE_FILE, columns=["quality"])["quality"]
+            record = generation.complete(
+                SAMPLE_FILE,
+                "",
+                rows=len(rows),
+                rows_in=len(rows),
+                counts={"scored": len(scored) - scored.null_count, "unscored": scored.null_count},
+            )
+        quality = pq.read_table(generation.folder / SAMPLE_FILE, columns=["quality"])["quality"]
+        constants = calibrate(quality.to_numpy(), run.settings.prune.ratio)
+        return finish(
+            generation,
+            [record],
+            "",
+            facts={**asdict(constants), "snapshots": sorted({snapshot for snapshot, _, _ in picked})},
+            expected_rows=record.rows,
+            figures={
+                "quality of the sample": quality_histogram(
+                    integer_histogram(quality.drop_null().to_numpy()), "Quality of the calibration sample"
+                )
+            },
+        )
+
+
+def _pick(source: Source, snapshots: list[str], rows: int) -> list[tuple[str, Shard, list[int]]]:
+    """Row groups that hold about twice `rows` rows, spread over the snapshots by keyed hash of their names."""
+    known = source.snapshots()
+    for snapshot in snapshots:
+        if snapshot not in known:
+            raise SettingsError(
+                f"score.calibration_snapshots: {snapshot!r} is not in {source.url}; there are: {', '.join(known)}"
+            )
+    shards = [(snapshot, shard) for snapshot in snapshots for shard in source.shards(snapshot)]
+    order = np.argsort(hash64([f"{snap}/{shard.name}" for snap, shard in shards], 0, "sample"), kind="stable")
+    chosen: dict[int, list[int]] = {}
+    found = 0
+    for index in order:
+        if found >= 2 * rows:
+            break
+        snapshot, shard = shards[index]
+        with source.open(shard) as parquet:
+            sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
+        # a share of each shard, so that one large shard never stands for all of them
+        share = max(1, -(-2 * rows // len(shards)))
+        groups = np.argsort(hash64([f"{snapshot}/{shard.name}/{g}" for g in range(len(sizes))], 0, "sample"))
+        for group in groups:
+            if share <= 0:
+                break
+            chosen.setdefault(int(index), []).append(int(group))
+            share -= sizes[group]
+            found += sizes[group]
+    return [(*shards[index], sorted(groups)) for index, groups in sorted(chosen.items())]
+
+
+def _sample(source: Source, picked: list[tuple[str, Shard, list[int]]], rows: int) -> pa.Table:
+    """The `rows` documents of the picked row groups with the smallest keyed hash, as snapshot, doc_id, text."""
+    best: pa.Table | None = None
+    for snapshot, shard, groups in picked:
+        for batch in _batches(source, snapshot, shard, groups):
+            best = batch if best is None else pa.concat_tables([best, batch])
+            if len(best) > 2 * rows + BATCH_ROWS:
+                best = _smallest(best, rows)
+    return _smallest(best, rows) if best is not None else _SAMPLE.empty_table().select(["snapshot", "doc_id", "text"])
+
+
+def _batches(source: Source, snapshot: str, shard: Shard, groups: list[int]) -> Iterator[pa.Table]:
+    with source.open(shard) as parquet:
+        firsts = np.cumsum([0, *(parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups))])
+        columns = [name for name in ("id", "text") if name in parquet.schema_arrow.names]
+        for group in groups:
+            table = parquet.read_row_group(group, columns=columns).combine_chunks()
+            given = table["id"].combine_chunks() if "id" in columns else None
+            ids, _ = base_ids(given, shard.name, int(firsts[group]), len(table))
+            yield pa.table(
+                {
+                    "snapshot": [snapshot] * len(table),
+                    "doc_id": ids,
+                    "text": pa.array(decode_column(table["text"])[0], pa.large_string()),
+                }
+            )
+
+
+def _smallest(table: pa.Table, rows: int) -> pa.Table:
+    keys = hash64(table["doc_id"].to_pylist(), 0, "sample")
+    order = np.lexsort((np.array(table["snapshot"].to_pylist(), dtype=object), keys))
+    return table.take(pa.array(order[:rows]))
+
+
+def _scored(batch: pa.Table, scorers: dict, weights: list[float]) -> pa.Table:
+    texts = batch["text"].to_pylist()
+    parts = {part: scorer.score(texts) for part, scorer in scorers.items()}
+    quality, reasons = combine(
+        *(parts[part].scores for part in PARTS),
+        reasons={part: parts[part].reasons for part in PARTS},
+        weights=(weights[0], weights[1], weights[2]),
+    )
+    for part in PARTS:
+        batch = batch.append_column(part, pa.array(parts[part].scores, from_pandas=True))
+    batch = batch.append_column("quality", pa.array(quality, from_pandas=True))
+    return batch.append_column("reason", pa.array(reasons, pa.string()))
+
+
+def selection_encoder(settings: Settings) -> EncoderSpec:
+    """The encoder of e5_embeddings and kmeans_centroids."""
+    return encoder_spec(settings.models.encoder, settings.models.encoder_prefix, settings.embed.max_tokens)
+
+
+def kmeans_centroids(run: Run) -> Outcome:
+    """Publish float32 unit centroids of the calibration sample's survivors (spherical k-means, faiss).
+
+    k is cluster.k, or min(10000, ⌈√n⌉); never more than the sample's distinct vectors.
+    """
+    stage = STAGES["kmeans_centroids"]
+    cluster = run.settings.cluster
+    inputs = run.inputs(stage, None)
+    spec = selection_encoder(run.settings)
+    calibration = inputs["quality_calibration"]
+    keys = {**fingerprints(inputs), "encoder": spec.identity, "precision": precision(run.accelerator)}
+    with run.generation(stage, None, keys) as generation:
+        record = generation.record(CENTROIDS_FILE, "")
+        if record is None:
+            sample = pq.read_table(calibration.path(SAMPLE_FILE), columns=["doc_id", "text", "quality"])
+            survivors = np.flatnonzero(sample["quality"].to_numpy() >= calibration.facts["prune_threshold"])
+            sample = sample.take(survivors[: cluster.sample])
+            vectors = _encoded(run, spec, sample)
+            distinct = len(np.unique(vectors, axis=0))
+            asked = cluster.k or min(_MAX_CLUSTERS, int(np.ceil(np.sqrt(len(vectors)))))
+            k = min(asked, distinct)
+            if not k:
+                raise SettingsError(
+                    "kmeans_centroids: no document of the calibration sample has a vector; raise "
+                    "score.calibration_sample or name other score.calibration_snapshots"
+                )
+            run.log(f"kmeans_centroids: k = {k} on {len(vectors):,} vectors of {vectors.shape[1]} dimensions")
+            centroids, sizes = _fit(vectors, k, cluster.iterations, cluster.seed)
+            schema = pa.schema([(_CENTROID, pa.list_(pa.float32(), vectors.shape[1])), ("size", pa.int64())])
+            with table_file(generation.folder / CENTROIDS_FILE, schema) as writer:
+                flat = pa.FixedSizeListArray.from_arrays(pa.array(centroids.ravel()), vectors.shape[1])
+                writer.write(pa.table({_CENTROID: flat, "size": sizes}))
+            record = generation.complete(
+                CENTROIDS_FILE,
+                "",
+                rows=k,
+                rows_in=len(sample),
+                counts={"fitted_on": len(vectors), "no_vector": len(sample) - len(vectors)},
+                source={"asked": asked, "distinct_vectors": distinct},
+            )
+        sizes = _table(generation.folder / CENTROIDS_FILE)["size"].to_numpy()
+        return finish(
+            generation,
+            [record],
+            "",
+            facts={
+                "k": record.rows,
+                "k_asked": record.source["asked"],
+                "distinct_vectors": record.source["distinct_vectors"],
+                "empty_clusters": int((sizes == 0).sum()),
+                "encoder": spec.describe(),
+            },
+            expected_rows=record.rows_in,
+            figures={"cluster sizes in the sample": cluster_sizes_figure(sizes.tolist())},
+        )
+
+
+def _encoded(run: Run, spec: EncoderSpec, sample: pa.Table) -> np.ndarray:
+    encoder = Encoder(spec, run.accelerator, run.settings.embed.batch_tokens)
+    progress = run.progress(STAGES["kmeans_centroids"], None)
+    vectors = [np.empty((0, spec.dimension), dtype=np.float32)]
+    for start in range(0, len(sample), BATCH_ROWS):
+        batch = sample.slice(start, BATCH_ROWS)
+        encoded = encoder.encode(batch["text"].to_pylist())
+        good = np.array([reason is None for reason in encoded.reasons], dtype=bool)
+        vectors.append(encoded.vectors[good].astype(np.float32))
+        progress(start + len(batch), len(sample), CENTROIDS_FILE)
+    return np.concatenate(vectors)
+
+
+def _fit(vectors: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    model = faiss.Kmeans(
+        vectors.shape[1],
+        k,
+        niter=iterations,
+        seed=seed + 1,
+        spherical=True,
+        min_points_per_centroid=1,
+        max_points_per_centroid=len(vectors),
+    )
+    model.train(vectors)
+    centroids = np.ascontiguousarray(model.centroids, dtype=np.float32)
+    labels, _ = nearest(vectors, centroids)
+    return centroids, np.bincount(labels, minlength=k)
+
+
+def nearest(vectors: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[n] the centroid of largest cosine, lowest index on ties; float32[n] that cosine)."""
+    cosines = vectors.astype(np.float32) @ centroids.T
+    labels = cosines.argmax(axis=1)
+    return labels, cosines[np.arange(len(labels)), labels]
+
+
+def read_centroids(published: Published) -> np.ndarray:
+    """float32[k, d]."""
+    table = _table(published.path(CENTROIDS_FILE))
+    flat = table[_CENTROID].combine_chunks()
+    return flat.flatten().to_numpy().reshape(len(table), -1)
+
+
+def _table(path: Path) -> pa.Table:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).read_all()

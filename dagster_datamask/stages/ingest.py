@@ -1,0 +1,177 @@
+"""raw_shards: the snapshot's rows, each under a unique id, read once and accounted for.
+
+Only identity and readability are decided here; no score and no model. Text itself is never copied.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from dagster_datamask.keyed import digest, hash64
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
+from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
+from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard
+from dagster_datamask.shards.source import Shard, Source
+from dagster_datamask.shards.writer import table_file
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
+
+QUARANTINED_FILE = "quarantined_shards.parquet"
+_ID_ROWS = 65_536
+_UNLIMITED = 1.0
+LIMIT_PURPOSE = "limit"
+
+
+def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
+    """Publish `doc_id, row, decision, reason, token_count` of every readable row of `snapshot`.
+
+    Raises SourceError (no such snapshot, no shards) and, with on_bad_shard = fail, BadShard.
+    """
+    bad: dict[str, BadShard] = {}
+    while True:
+        try:
+            return _identify(run, source, snapshot, bad)
+        except BadShard as error:
+            shard = error.path.rpartition("/")[2].removesuffix(".parquet")
+            if run.settings.source.on_bad_shard == "fail" or shard in bad:
+                raise
+            # a page may turn out broken after rows of other shards were written; the fingerprint names the shards set
+            # aside, so starting over never mixes the two
+            run.log(f"quarantined: {error}")
+            bad[shard] = error
+
+
+def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard]) -> Outcome:
+    stage = STAGES["raw_shards"]
+    by_name = {shard.name: shard for shard in source.shards(snapshot) if shard.name not in bad}
+    footers = {name: source.footer(shard) for name, shard in by_name.items()}
+    contents = {name: source.content(shard) for name, shard in by_name.items()}
+    total = sum(rows for rows, _ in footers.values())
+    inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
+    inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
+    with run.generation(stage, snapshot, inputs) as generation:
+        made: list[str] = []
+        duplicates = Duplicates(generation.work, total)
+
+        def kernel() -> _Identify:
+            duplicates.find(list(by_name), lambda name: _ids(source, by_name[name]))
+            return _Identify(duplicates, run.settings.source.hash_below, made)
+
+        records = map_shards(
+            generation,
+            list(by_name),
+            lambda name: _rows(source, by_name[name]),
+            kernel,
+            RAW,
+            ext=".parquet",
+            total_rows=total,
+            progress=run.progress(stage, snapshot),
+            source=lambda name: {"content": contents[name], "footer": footers[name][1]},
+        )
+        duplicates.check_made(made)
+        with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
+            writer.write(
+                pa.table({"shard": list(bad), "reason": [error.why for error in bad.values()]}, schema=QUARANTINED)
+            )
+        complete = Check(
+            "every_shard_readable",
+            not bad,
+            False,
+            {"quarantined": "; ".join(f"{name} {error.why}" for name, error in bad.items()) or "none"},
+        )
+        facts = {
+            "shards": len(records),
+            "quarantined_shards": len(bad),
+            "source_bytes": sum(shard.size for shard in by_name.values()),
+        }
+        return finish(generation, records, ".parquet", facts=facts, expected_rows=total, checks=(complete,))
+
+
+class _Batch:
+    """Rows of a shard from `first` on; columns may be missing."""
+
+    def __init__(self, shard: str, first: int, rows: pa.RecordBatch) -> None:
+        self.shard = shard
+        self.first = first
+        self.rows = rows
+
+    def column(self, name: str) -> pa.Array | None:
+        return self.rows.column(name) if name in self.rows.schema.names else None
+
+
+def _rows(source: Source, shard: Shard, columns: tuple[str, ...] = ("id", "text", "token_count")) -> Iterator[_Batch]:
+    first = 0
+    for batch in source.batches(shard, columns, BATCH_ROWS if "text" in columns else _ID_ROWS):
+        yield _Batch(shard.name, first, batch)
+        first += len(batch)
+
+
+def _ids(source: Source, shard: Shard) -> Iterator[tuple[int, list[str]]]:
+    for batch in _rows(source, shard, ("id",)):
+        yield batch.first, base_ids(batch.column("id"), shard.name, batch.first, len(batch.rows))[0]
+
+
+class _Identify:
+    """The kernel: ids, duplicates, blank texts."""
+
+    def __init__(self, duplicates: Duplicates, hash_below: float, made: list[str]) -> None:
+        self._duplicates = duplicates
+        self._hash_below = hash_below
+        self._made = made
+        self._shard: str | None = None
+        self._rows: dict[int, int] = {}
+
+    def __call__(self, batch: _Batch) -> tuple[pa.Table, int, Counts]:
+        if batch.shard != self._shard:
+            self._shard, self._rows = batch.shard, self._duplicates.of(batch.shard)
+        count = len(batch.rows)
+        own, without_id = base_ids(batch.column("id"), batch.shard, batch.first, count)
+        blank = _blank(batch.column("text"))
+        ids = list(own)
+        decisions: list[str | None] = [None if why is None else "bad_row" for why in blank]
+        reasons = [why or ("no_id" if absent else None) for why, absent in zip(blank, without_id, strict=True)]
+        for k in range(count):
+            kind = self._rows.get(batch.first + k)
+            if kind is not None:
+                ids[k] = renamed(own[k], batch.first + k, batch.shard, kind)
+                self._made.append(ids[k])
+                decisions[k], reasons[k] = "duplicate", f"same id as an earlier row: {own[k]}"
+        tokens = batch.column("token_count")
+        table = pa.table(
+            {
+                "doc_id": ids,
+                "row": np.arange(batch.first, batch.first + count),
+                "decision": decisions,
+                "reason": reasons,
+                "token_count": pa.nulls(count, pa.int64()) if tokens is None else tokens.cast(pa.int64()),
+            },
+            schema=RAW,
+        )
+        if self._hash_below < _UNLIMITED:
+            inside = hash64(own, 0, LIMIT_PURPOSE) < np.uint64(int(self._hash_below * 2**64))
+            table = table.filter(pa.array(inside))
+        counts = Counter(
+            decision or ("readable_without_id" if reason else "readable")
+            for decision, reason in zip(table["decision"].to_pylist(), table["reason"].to_pylist(), strict=True)
+        )
+        counts["outside_limit"] = count - len(table)
+        return table, count, counts
+
+
+def _blank(texts: pa.Array | None) -> list[str | None]:
+    """Why each text holds no words ("null_text", "blank_text"), or None. Any bytes are taken, valid UTF-8 or not."""
+    if texts is None or pa.types.is_null(texts.type):
+        return ["null_text"] * (0 if texts is None else len(texts))
+    if pa.types.is_dictionary(texts.type):
+        texts = texts.dictionary_decode()
+    return [_why_blank(value) for value in texts.cast(pa.large_binary()).to_pylist()]
+
+
+def _why_blank(value: bytes | None) -> str | None:
+    if value is None:
+        return "null_text"
+    # most texts show a letter at once; only those that do not are decoded whole
+    if value[:64].decode("utf-8", "ignore").strip() or value.decode("utf-8", "replace").strip():
+        return None
+    return "blank_text"

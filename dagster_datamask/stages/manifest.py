@@ -1,0 +1,326 @@
+"""fineweb_mask_manifest and fineweb_mask: what was decided of every row, and the rows that are kept.
+
+The manifest joins every side file by doc_id and refuses to be written from parts that were made under other settings.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dagster_datamask import __version__
+from dagster_datamask.scoring.quality import PARTS
+from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
+from dagster_datamask.shards.documents import DocumentReader, Documents
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
+from dagster_datamask.shards.generations import Published
+from dagster_datamask.shards.schemas import DECISIONS, MANIFEST, BadShard
+from dagster_datamask.shards.source import Source
+from dagster_datamask.shards.writer import write_json
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.calibration import selection_encoder
+from dagster_datamask.stages.classifiers import classifier_inputs, scorer_identity
+from dagster_datamask.stages.scores import SIDE_ROWS
+
+STRATEGY = "datamask"
+SIDECAR = "manifest.json"
+_STAGE_OF = {
+    "kept": "datamask_masks",
+    "not_selected": "datamask_masks",
+    "pruned": "pruned_documents",
+    "duplicate": "raw_shards",
+    "bad_row": "raw_shards",
+    "unscored": "quality_scores",
+    "bad_embedding": "e5_embeddings",
+}
+_TEXT_GROUP_ROWS = 1000
+# what is added to the source's own columns, and from which column of the manifest
+ADDED = {
+    "doc_id": "doc_id",
+    "dclm": "dclm",
+    "edu": "edu",
+    "wiki": "wiki",
+    "quality": "quality",
+    "cluster": "cluster",
+    "split": "split",
+    "mask_score": "score",
+}
+
+
+def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
+    """Publish one row per readable input row, and `manifest.json`: settings, models, fingerprints, budget, certificate.
+
+    A failing blocking check keeps it unpublished where an input was made under settings other than those in force.
+    """
+    stage = STAGES["fineweb_mask_manifest"]
+    inputs = run.inputs(stage, snapshot)
+    raw = inputs["raw_shards"]
+    foreign = _foreign_settings(run, inputs)
+
+    def read(shard: str) -> Iterator[dict[str, Any]]:
+        whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
+        partial = {
+            "e5_embeddings": Cursor(inputs["e5_embeddings"].path(shard), ["doc_id", "reason"], SIDE_ROWS),
+            "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, SIDE_ROWS),
+            "datamask_masks": Cursor(inputs["datamask_masks"].path(shard), None, SIDE_ROWS),
+        }
+        for table in read_batches(raw.path(shard), None, SIDE_ROWS):
+            ids = table["doc_id"].combine_chunks()
+            yield {
+                "shard": shard,
+                "raw": table,
+                **{name: cursor.take_all(ids) for name, cursor in whole.items()},
+                **{name: cursor.take(ids) for name, cursor in partial.items()},
+            }
+        for cursor in (*whole.values(), *partial.values()):
+            cursor.end()
+
+    with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
+        records = map_shards(
+            generation,
+            raw.shards,
+            read,
+            lambda: lambda batch: _decide(batch, snapshot),
+            MANIFEST,
+            ext=".parquet",
+            total_rows=raw.rows,
+            progress=run.progress(stage, snapshot),
+        )
+        counts: Counter[str] = Counter()
+        for record in records:
+            counts.update(record.counts)
+        facts = {
+            **{decision: counts[decision] for decision in DECISIONS},
+            "tokens_kept": _tokens_kept(generation.folder, raw),
+            **_selection_facts(inputs["datamask_masks"]),
+        }
+        write_json(generation.folder / SIDECAR, _sidecar(snapshot, inputs, counts, facts))
+        same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
+        kept = Check(
+            "kept_equals_budget",
+            counts["kept"] == facts["budget"] - facts["short_by"],
+            True,
+            {"kept": counts["kept"], "budget": facts["budget"], "short_by": facts["short_by"]},
+        )
+        return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows, checks=(same, kept))
+
+
+_SCORES = ("dclm_scores", "edu_scores", "wiki_scores")
+
+
+def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Counts]:
+    raw, pruned = batch["raw"], batch["pruned_documents"]
+    rows = len(raw)
+    decisions = np.array(pruned["decision"].to_pylist(), dtype=object)
+    reasons = np.array(pruned["reason"].to_pylist(), dtype=object)
+    embedded, at_vectors = batch["e5_embeddings"]
+    masks, at_masks = batch["datamask_masks"]
+    survives = pruned["decision"].is_null().to_numpy()
+    has_vector = np.zeros(rows, dtype=bool)
+    why = np.array(embedded["reason"].to_pylist(), dtype=object)
+    bad = np.array([reason is not None for reason in why], dtype=bool)
+    has_vector[at_vectors[~bad]] = True
+    failed = at_vectors[bad]
+    lost = survives[failed]
+    decisions[failed[lost]] = "bad_embedding"
+    reasons[failed[lost]] = why[bad][lost]
+    in_mask = np.zeros(rows, dtype=bool)
+    in_mask[at_masks] = True
+    if (in_mask != (survives & has_vector)).any():
+        row = int(np.flatnonzero(in_mask != (survives & has_vector))[0])
+        raise ValueError(
+            f"datamask_masks and e5_embeddings disagree on doc_id {raw['doc_id'][row].as_py()!r} of shard "
+            f"{batch['shard']}; materialise datamask_masks again"
+        )
+    selected = masks["selected"].to_numpy()
+    decisions[at_masks] = np.where(selected, "kept", "not_selected")
+    reasons[at_masks] = np.array(masks["reason"].to_pylist(), dtype=object)
+    clusters, at_clusters = batch["kmeans_clusters"]
+    table = pa.table(
+        {
+            "doc_id": raw["doc_id"],
+            "snapshot": [snapshot] * rows,
+            "shard": [batch["shard"]] * rows,
+            "row": raw["row"],
+            "strategy": [STRATEGY] * rows,
+            "decision": decisions.tolist(),
+            "stage": [_STAGE_OF[decision] for decision in decisions],
+            "reason": reasons.tolist(),
+            **{part: batch[f"{part}_scores"]["score"] for part in PARTS},
+            "quality": pruned["quality"],
+            "cluster": scatter(clusters["cluster"], at_clusters, rows),
+            "split": scatter(masks["split"], at_masks, rows),
+            "score": scatter(masks["score"], at_masks, rows),
+            "token_count": raw["token_count"],
+        },
+        schema=MANIFEST,
+    )
+    return table, rows, Counter(decisions.tolist())
+
+
+def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
+    """What of the inputs was made under other settings or models than those of datamask.toml, in words."""
+    lineage = dict(inputs)
+    for name in ("quality_classifiers", "quality_calibration", "kmeans_centroids"):
+        lineage[name] = run.store.current(name)
+    foreign = [
+        f"{name}: {key} = {published.settings.get(key)!r} (in force: {value!r})"
+        for name, published in sorted(lineage.items())
+        for key, value in STAGES[name].identity(run.in_force).items()
+        if published.settings.get(key) != value
+    ]
+    classifiers = lineage["quality_classifiers"]
+    models = {
+        "quality_classifiers": (classifiers.inputs, classifier_inputs(run.in_force, run.accelerator)),
+        "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
+    } | {
+        f"{part}_scores": (
+            inputs[f"{part}_scores"].inputs["classifier"],
+            scorer_identity(part, classifiers, run.accelerator),
+        )
+        for part in PARTS
+    }
+    return foreign + [f"{name}: made with another model" for name, (made, now) in models.items() if made != now]
+
+
+def _selection_facts(masks: Published) -> dict[str, Any]:
+    names = ("n", "budget", "short_by", "pool", "splits", "lambda", "solver", "value", "quality_raw", "diversity")
+    return {name: masks.facts[name] for name in names} | {
+        name: masks.facts["certificate"].get(name) for name in ("upper_bound", "gap", "share")
+    }
+
+
+def _tokens_kept(folder: Any, raw: Published) -> int | None:
+    total = 0
+    for shard in raw.shards:
+        for table in read_batches(folder / f"{shard}.parquet", ["decision", "token_count"], SIDE_ROWS):
+            kept = table["token_count"].filter(pc.equal(table["decision"], "kept"))
+            if kept.null_count:
+                return None
+            total += pc.sum(kept).as_py() or 0
+    return total
+
+
+def _sidecar(
+    snapshot: str, inputs: Mapping[str, Published], counts: Counter[str], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What the selection was made from. No times, hosts or paths: equal inputs give an equal sidecar."""
+    masks = inputs["datamask_masks"]
+    settings: dict[str, Any] = {}
+    for published in inputs.values():
+        settings |= published.settings
+    return {
+        "snapshot": snapshot,
+        "strategy": STRATEGY,
+        "datamask_version": __version__,
+        "settings": dict(sorted(settings.items())),
+        "seeds": {"select.seed": masks.facts["seed"]},
+        "models": {
+            **{
+                part: {name: inputs[f"{part}_scores"].facts[name] for name in ("model", "model_revision")}
+                for part in PARTS
+            },
+            "encoder": inputs["e5_embeddings"].facts["encoder"],
+        },
+        "fingerprints": fingerprints(inputs),
+        "quarantined_shards": inputs["raw_shards"].facts["quarantined_shards"],
+        "decisions": {decision: counts[decision] for decision in DECISIONS},
+        "budget": {"asked": facts["budget"], "met": counts["kept"], "short_by": facts["short_by"], "n": facts["n"]},
+        "tokens_kept": facts["tokens_kept"],
+        "certificate": masks.facts["certificate"],
+        "value": masks.facts["value"],
+    }
+
+
+def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
+    """Publish the kept rows with all their columns and, beside them, doc_id, scores, quality, cluster and mask score.
+
+    Every shard's file has the union of the shards' columns, so that `datasets`, polars and DuckDB read them as one.
+    Raises BadShard where the source has a column of a name that is added, or shards disagree on a column's type.
+    """
+    stage = STAGES["fineweb_mask"]
+    inputs = run.inputs(stage, snapshot)
+    raw, manifest = inputs["raw_shards"], inputs["fineweb_mask_manifest"]
+    reader = DocumentReader(source, raw)
+    columns = ["doc_id", "decision", *(name for name in ADDED.values() if name != "doc_id")]
+
+    def read(shard: str) -> Iterator[tuple[Documents, pa.Table]]:
+        cursor = Cursor(manifest.path(shard), columns, BATCH_ROWS)
+        for batch in reader.batches(shard, None):
+            yield batch, cursor.take_all(batch.ids)
+        cursor.end()
+
+    with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
+        schema = _joined_schema(source, reader, raw)
+
+        def kernel(batch: tuple[Documents, pa.Table]) -> tuple[pa.Table, int, Counts]:
+            documents, decided = batch
+            keep = pc.equal(decided["decision"], "kept")
+            rows, kept = documents.rows.filter(keep), decided.filter(keep)
+            data = {field.name: _conform(rows, field) for field in schema if field.name not in ADDED} | {
+                name: kept[column] for name, column in ADDED.items()
+            }
+            return (
+                pa.table(data, schema=schema),
+                len(decided),
+                {"kept": len(kept), "left_out": len(decided) - len(kept)},
+            )
+
+        records = map_shards(
+            generation,
+            raw.shards,
+            read,
+            lambda: kernel,
+            schema,
+            ext=".parquet",
+            total_rows=raw.rows,
+            progress=run.progress(stage, snapshot),
+            group_rows=_TEXT_GROUP_ROWS,
+        )
+        written = sum(record.rows for record in records)
+        exact = Check(
+            "rows_equal_kept",
+            written == manifest.facts["kept"],
+            True,
+            {"rows": written, "kept": manifest.facts["kept"]},
+        )
+        return finish(
+            generation,
+            records,
+            ".parquet",
+            facts={
+                "documents": written,
+                "bytes": sum(record.bytes for record in records),
+                "tokens": manifest.facts["tokens_kept"],
+            },
+            expected_rows=raw.rows,
+            checks=(exact,),
+        )
+
+
+def _joined_schema(source: Source, reader: DocumentReader, raw: Published) -> pa.Schema:
+    own = pa.schema([])
+    for shard in raw.shards:
+        with source.open(reader.shard(shard)) as parquet:
+            found = parquet.schema_arrow.remove_metadata()
+        for name in found.names:
+            if name in ADDED:
+                raise BadShard(
+                    reader.shard(shard).path,
+                    f"already has a column {name!r}, which fineweb_mask adds; rename it at its source",
+                )
+        try:
+            own = pa.unify_schemas([own, found], promote_options="permissive")
+        except pa.ArrowTypeError as error:
+            raise BadShard(
+                reader.shard(shard).path, f"has other column types than the shards before it ({error})"
+            ) from error
+    added = [pa.field(name, MANIFEST.field(column).type) for name, column in ADDED.items()]
+    return pa.schema([*own, *added])
+
+
+def _conform(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+    return rows[field.name].cast(field.type) if field.name in rows.column_names else pa.nulls(len(rows), field.type)
