@@ -4,7 +4,6 @@ Here belong: local files, models shipped inside packages, the Hugging Face hub a
 loading a model or knowing its conventions (`encoders`, `fasttext_scorer`, `regression`).
 """
 
-import contextlib
 import importlib.util
 import os
 import re
@@ -192,7 +191,6 @@ def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, k
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=HUB_TIMEOUT_S)
         listed = [sibling.rfilename for sibling in info.siblings or []]
-        commit = str(info.sha)
         licence = info.card_data.get("license") if info.card_data else None
         if filename is not None:
             if filename not in listed:
@@ -202,10 +200,11 @@ def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, k
                     f"{offered}; "
                     f"correct {key} in datamask.toml"
                 )
-            path = Path(hf_hub_download(repo, filename, revision=commit))
+            path = Path(hf_hub_download(repo, filename, revision=revision))
         else:
-            path = Path(snapshot_download(repo, revision=commit, allow_patterns=_needed(listed)))
-        return ResolvedModel(ref, path, commit, licence)
+            path = Path(snapshot_download(repo, revision=revision, allow_patterns=_needed(listed)))
+        # asked for by branch, so that the client records which commit it was and finds it without network
+        return ResolvedModel(ref, path, _commit_of(path), licence)
     except (HTTPError, OSError, ValueError) as error:
         cached = _cached(repo, filename, revision)
         if cached is None:
@@ -229,18 +228,24 @@ def _needed(names: list[str]) -> list[str]:
 
 def _cached(repo: str, filename: str | None, revision: str | None) -> Path | None:
     """A complete copy in the hub's cache, without network; None where there is none."""
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import get_cached_repo_tree, try_to_load_from_cache
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
 
-    with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
-        if filename is not None:
-            found = try_to_load_from_cache(repo, filename, revision=revision)
-            return Path(found) if isinstance(found, str) else None
-        path = Path(snapshot_download(repo, revision=revision, local_files_only=True))
-        weights = [p for p in path.rglob("*") if p.suffix in _WEIGHT_SUFFIXES]
-        if weights and (path / "config.json").is_file():
-            return path
-    return None
+    try:
+        found = try_to_load_from_cache(repo, filename or "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    if not isinstance(found, str):
+        return None
+    if filename is not None:
+        return Path(found)
+    folder = Path(found).parent
+    try:
+        listed = [entry.path for entry in get_cached_repo_tree(repo, revision=_commit_of(folder))]
+    except CachedRepoTreeNotFoundError:
+        # a cache of an older client: what the repository holds is not known, but weights there must be
+        return folder if any(p.suffix in _WEIGHT_SUFFIXES for p in folder.rglob("*")) else None
+    return folder if all((folder / name).is_file() for name in _needed(listed)) else None
 
 
 def _commit_of(path: Path) -> str:

@@ -89,8 +89,8 @@ def calibrate(sample_quality: np.ndarray, prune_ratio: float = 0.45) -> Calibrat
     """Calibration of float64[n] qualities; NaN is a row without a quality, counted and left out.
 
     Quantiles interpolate linearly, except the prune threshold, which is a value of the sample: the smallest
-    one with at least ⌊prune_ratio·n + ½⌋ rows before it in sorted order. Raises ValueError for an infinite value
-    (row named), for no scored row, and for a ratio outside [0, 1).
+    one with at least ⌊prune_ratio·n + ½⌋ rows before it in sorted order. Raises ValueError for an infinite
+    value (row named), for no scored row, and for a ratio outside [0, 1).
     """
     sample = np.asarray(sample_quality, dtype=np.float64)
     if not 0 <= prune_ratio < 1:

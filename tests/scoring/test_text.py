@@ -80,5 +80,5 @@ def test_screen(n: int) -> None:
 def test_screen_marks_blank_texts() -> None:
     blanks = ["", " ", "\n\t\u2028", "\u00a0\u3000"]
     assert screen(blanks)[1] == [NO_TOKENS] * 4
-    with pytest.raises(TypeError, match="row 1.*bytes"):
+    with pytest.raises(TypeError, match=r"row 1.*bytes"):
         screen(["a", b"b"])
