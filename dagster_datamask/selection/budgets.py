@@ -54,9 +54,7 @@ def _read(budget: str | int | float) -> tuple[bool, Fraction]:
     return False, amount
 
 
-def largest_remainder(
-    total: int, weights: Sequence[int], capacities: Sequence[int] | None = None
-) -> list[int]:
+def largest_remainder(total: int, weights: Sequence[int], capacities: Sequence[int] | None = None) -> list[int]:
     """Whole shares of `total` in proportion to `weights` that add up to it exactly (Hamilton's method).
 
     Each gets the floor of its quota, then the largest remainders get one more each, ties to the earlier position.

@@ -107,17 +107,19 @@ def upper_bound(pool: Pool, size: int, v: np.ndarray) -> float:
 
 
 def baseline(pool: Pool, size: int) -> float:
-    """f₀: the expected value of a uniform random mask of `size` documents, in closed form.
+    """f₀: the expected value of a uniform random mask of `size` documents of the pool, in closed form."""
+    return uniform_value(pool.mean, pool.n, size, math.fsum(pool.linear) / pool.n if size else 0.0, pool.beta)
+
+
+def uniform_value(mean: np.ndarray, n: int, size: int, linear: float, beta: float) -> float:
+    """The expected value of a uniform mask of `size` of n unit vectors with mean `mean` and mean linear score `linear`.
 
     E‖mean ẑ‖² = (1/S)·(1 − c) + c where c = (N‖z̄‖² − 1)/(N − 1) is the mean cosine of two distinct documents.
     """
-    n = pool.n
     if not size:
         return 0.0
-    cosine = (n * float(pool.mean @ pool.mean) - 1.0) / (n - 1) if n > 1 else 1.0
-    quality = math.fsum(pool.linear) / n
-    return quality - pool.beta * ((1.0 - cosine) / size + cosine)
-
+    cosine = (n * float(mean @ mean) - 1.0) / (n - 1) if n > 1 else 1.0
+    return linear - beta * ((1.0 - cosine) / size + cosine)
 
 def certify(pool: Pool, evaluation: Evaluation, size: int, v: np.ndarray) -> Certificate:
     """The certificate of a mask of `size` documents of the pool, with the bound taken at v.
@@ -165,10 +167,15 @@ def numerical_error(pool: Pool, size: int, v: np.ndarray) -> float:
     mean = _gamma(d + 4 + _SUMMED + size // _SUMMED + 2, _HALF_ULP_64)
     # ‖ẑ‖ ≤ 1 bounds the norm of the mean of absolute values, and ‖mean‖ ≤ 1 what its error is multiplied by
     value = pool.beta * (2.0 * mean + mean * mean + _gamma(d + 4, _HALF_ULP_64))
-    dots = 2.0 * pool.beta * norm * _gamma(2 * d + 8, _HALF_ULP_64)
-    square = pool.beta * norm * norm * _gamma(d + 4, _HALF_ULP_64)
+    bound = dot_error(d, norm, pool.beta)
     last = 8.0 * _HALF_ULP_64 * (largest + pool.beta * (1.0 + norm) ** 2)
-    return value + dots + square + last
+    return value + bound + last
+
+
+def dot_error(d: int, norm: float, beta: float) -> float:
+    """The most that float64 rounding moves β‖v‖² and 2β ẑ·v by, together, for a v of length `norm`, [d]."""
+    dots = 2.0 * beta * norm * _gamma(2 * d + 8, _HALF_ULP_64)
+    return dots + beta * norm * norm * _gamma(d + 4, _HALF_ULP_64)
 
 
 def search_dots(pool: Pool, v: np.ndarray) -> np.ndarray:

@@ -28,6 +28,8 @@ Dots = Callable[[np.ndarray], np.ndarray]
 # Frank–Wolfe passes before the hand-over; each costs about as much as the screening that would replace it
 _FRANK_WOLFE = 24
 _ROUNDS = 8
+# entries of a pool that may be copied whole
+_SMALL = 1 << 24
 _INNER = 150
 # candidates on each side of the cut that swaps are looked for among, and how many of them are compared in a move
 _SWAP_CANDIDATES = 1024
@@ -99,8 +101,7 @@ def relax(
         best_value=-np.inf,
     )
     vertex, total = np.zeros(0, np.int64), np.zeros(pool.vectors.shape[1])
-    full_passes = 0
-    rounds = 0
+    full_passes, rounds, note = 0, 0, "frank_wolfe"
     while True:
         state.scores = linear - 2.0 * beta * dots(state.v)
         previous, vertex = vertex, top_s(state.scores, budget)
@@ -116,7 +117,7 @@ def relax(
         value = float(linear[vertex].mean() - beta * (mean @ mean))
         if value > state.best_value:
             state.best, state.best_value = vertex, value
-        _log(state, options, "frank_wolfe" if full_passes <= _FRANK_WOLFE else "screened", progress)
+        _log(state, options, note, progress)
         # search precision is float32: below its noise no step means anything
         noise = 1e-7 * beta * float(state.v @ state.v)
         if (
@@ -125,7 +126,9 @@ def relax(
             or state.bound - state.value <= max(0.01 * options.gap, noise)
         ):
             return state
-        if full_passes < _FRANK_WOLFE:
+        gap = max(state.bound - state.value, noise)
+        if full_passes < _FRANK_WOLFE or _is_crowded(pool, budget, state, gap):
+            note = "frank_wolfe"
             step = mean - state.v
             curvature = 2.0 * beta * float(step @ step)
             share = min(1.0, open_ / curvature) if curvature > 0 else 1.0
@@ -136,7 +139,8 @@ def relax(
             if rounds == _ROUNDS:
                 return state
             rounds += 1
-            _solve_screened(pool, budget, state, max(state.bound - state.value, noise))
+            note = "screened"
+            _solve_screened(pool, budget, state, gap)
         state.value = float(linear @ state.weights / budget - beta * (state.v @ state.v))
 
 
@@ -167,13 +171,25 @@ def round_and_polish(
     return state.best
 
 
+def _undecided(pool: Pool, budget: int, state: Relaxation, gap: float) -> tuple[np.ndarray, np.ndarray]:
+    """(positions whose weight the gap leaves open, positions whose weight is 1 in every optimum)."""
+    threshold = np.partition(state.scores, pool.n - budget)[pool.n - budget]
+    radius = 4.0 * np.sqrt(pool.beta * gap)
+    free = np.flatnonzero(np.abs(state.scores - threshold) <= radius)
+    return free, np.flatnonzero(state.scores > threshold + radius)
+
+
+def _is_crowded(pool: Pool, budget: int, state: Relaxation, gap: float) -> bool:
+    """Whether a copy of the undecided documents' vectors would cost real memory."""
+    if pool.vectors.size <= _SMALL:
+        return False
+    return 4 * _undecided(pool, budget, state, gap)[0].size > pool.n
+
+
 def _solve_screened(pool: Pool, budget: int, state: Relaxation, gap: float) -> None:
     """Accelerated projected gradient (FISTA with gradient restart) over the documents the gap leaves undecided."""
     beta = pool.beta
-    threshold = np.partition(state.scores, pool.n - budget)[pool.n - budget]
-    radius = 4.0 * np.sqrt(beta * gap)
-    free = np.flatnonzero(np.abs(state.scores - threshold) <= radius)
-    fixed = np.flatnonzero(state.scores > threshold + radius)
+    free, fixed = _undecided(pool, budget, state, gap)
     rows = pool.vectors if free.size == pool.n else pool.vectors[free]
     base = _total(pool, fixed)
     room = float(budget - fixed.size)
@@ -197,7 +213,9 @@ def _solve_screened(pool: Pool, budget: int, state: Relaxation, gap: float) -> N
     state.weights = np.zeros(pool.n)
     state.weights[fixed] = 1.0
     state.weights[free] = x
-    state.v = (base + x @ rows) / budget
+    for part in map_blocks(lambda a, b: np.einsum("i,ij->j", x[a:b], rows[a:b]), free.size):
+        base += part
+    state.v = base / budget
 
 
 def _largest_eigenvalue(rows: np.ndarray) -> float:
@@ -215,15 +233,20 @@ def _largest_eigenvalue(rows: np.ndarray) -> float:
 
 
 def _project(point: np.ndarray, room: float) -> np.ndarray:
-    """The nearest weights in [0, 1] that sum to `room` (Euclidean), by bisection on the shift."""
-    low, high = float(point.min()) - 1.0, float(point.max())
-    for _ in range(60):
-        shift = 0.5 * (low + high)
-        if np.clip(point - shift, 0.0, 1.0).sum() > room:
-            low = shift
-        else:
-            high = shift
-    return np.clip(point - high, 0.0, 1.0)
+    """The nearest weights in [0, 1] that sum to `room` (Euclidean): clip(point − shift, 0, 1) for the one shift.
+
+    The sum is piecewise linear in the shift and turns where an entry leaves 0 (at its value) or reaches 1 (1 below).
+    """
+    turns = np.concatenate([point, point - 1.0])
+    order = np.argsort(-turns, kind="stable")
+    turns = turns[order]
+    slopes = np.cumsum(np.where(order < point.size, 1.0, -1.0))
+    sums = np.concatenate([[0.0], np.cumsum(slopes[:-1] * (turns[:-1] - turns[1:]))])
+    k = min(int(np.searchsorted(sums, room)), sums.size - 1)
+    shift = turns[k]
+    if k and sums[k] > room:
+        shift = turns[k - 1] - (room - sums[k - 1]) / slopes[k - 1]
+    return np.clip(point - shift, 0.0, 1.0)
 
 
 def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
@@ -235,7 +258,7 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
     beta = pool.beta
     inside = np.zeros(pool.n, bool)
     inside[state.best] = True
-    # the scores at the mask's own mean say which documents it would rather have
+    # the documents that cost least to lose and those that would bring most, by the relaxation's scores
     start = np.concatenate(
         [
             side[top_s(sign * state.scores[side], min(side.size, _SWAP_CANDIDATES))]
@@ -245,7 +268,7 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
     if start.size == 0 or inside[start].all() or not inside[start].any():
         return state.best
     rows = pool.rows(start)
-    gram = rows @ rows.T
+    gram = np.concatenate(map_blocks(lambda a, b: rows[a:b] @ rows.T, start.size, block=256))
     total = _total(pool, state.best)
     # S²·f changes by gain_j − gain_i − 2β(1 − ẑ_i·ẑ_j) when j comes in for i
     gain = budget * pool.linear[start] - 2.0 * beta * (rows @ total)
@@ -260,11 +283,7 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
             break
         leaving = leaving[top_s(-gain[leaving], min(leaving.size, _COMPARED))]
         coming = coming[top_s(gain[coming], min(coming.size, _COMPARED))]
-        deltas = (
-            gain[coming][None, :]
-            - gain[leaving][:, None]
-            - 2.0 * beta * (1.0 - gram[np.ix_(leaving, coming)])
-        )
+        deltas = gain[coming][None, :] - gain[leaving][:, None] - 2.0 * beta * (1.0 - gram[np.ix_(leaving, coming)])
         i, j = divmod(int(deltas.argmax()), coming.size)
         out, into = leaving[i], coming[j]
         change += float(deltas[i, j])
@@ -289,9 +308,7 @@ def _move_total(pool: Pool, total: np.ndarray, previous: np.ndarray, vertex: np.
 def _total(pool: Pool, positions: np.ndarray) -> np.ndarray:
     """float64[d]: the sum of the search vectors at these positions."""
     total = np.zeros(pool.vectors.shape[1])
-    for part in map_blocks(
-        lambda a, b: pool.vectors[positions[a:b]].sum(axis=0, dtype=np.float64), positions.size
-    ):
+    for part in map_blocks(lambda a, b: pool.vectors[positions[a:b]].sum(axis=0, dtype=np.float64), positions.size):
         total += part
     return total
 
@@ -312,12 +329,13 @@ def _dots_on(pool: Pool, accelerator: Accelerator) -> Dots:
 
 
 def _log(state: Relaxation, options: CertifiedOptions, note: str, progress: Progress | None) -> None:
+    step = len(state.trajectory) + 1
     entry = {
-        "step": len(state.trajectory) + 1,
+        "step": step,
         "value": state.best_value,
         "bound": state.bound,
         "note": note,
     }
     state.trajectory.append(entry)
     if progress is not None:
-        progress(entry["step"], options.passes, entry)
+        progress(step, options.passes, entry)

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -83,9 +84,7 @@ class QualityDiversity:
     def __post_init__(self) -> None:
         z = self.embeddings
         if z.ndim != 2 or z.dtype not in (np.float16, np.float32, np.float64):
-            raise ValueError(
-                f"embeddings must be float16, float32 or float64 [N, d], not {z.dtype} {list(z.shape)}"
-            )
+            raise ValueError(f"embeddings must be float16, float32 or float64 [N, d], not {z.dtype} {list(z.shape)}")
         if z.shape[0] and not z.shape[1]:
             raise ValueError("embeddings have no dimensions (d = 0)")
         if not 0 <= self.lam <= 1:
@@ -98,9 +97,7 @@ class QualityDiversity:
             if self.quality is None:
                 raise ValueError(f"λ = {self.lam} weighs quality, and there is none; give scores or set λ to 0")
             if self.scale == "minmax" and self.constants is None:
-                raise ValueError(
-                    "scale 'minmax' needs its frozen constants (q_lo, q_hi); give them, or use 'per_pool'"
-                )
+                raise ValueError("scale 'minmax' needs its frozen constants (q_lo, q_hi); give them, or use 'per_pool'")
         if self.constants is not None:
             lo, hi = self.constants
             if not (np.isfinite(lo) and np.isfinite(hi) and lo <= hi):
@@ -143,7 +140,7 @@ class QualityDiversity:
                 quality = given[order]
             elif self.lam > 0:
                 raise BadInput(
-                    f"{_named(ids, bad)}: the score is not finite; leave these out or score them again"
+                    f"{name_documents(ids, bad)}: the score is not finite; leave these out or score them again"
                 )
         offset, factor = self._quality_scale(quality)
         if quality is not None:
@@ -186,8 +183,8 @@ class QualityDiversity:
             return
         zero = bad[[not self.embeddings[i].any() for i in bad]]
         if zero.size:
-            raise BadInput(f"{_named(ids, zero)}: the embedding is zero and has no direction; leave these out")
-        raise BadInput(f"{_named(ids, bad)}: the embedding is not finite; embed these again or leave them out")
+            raise BadInput(f"{name_documents(ids, zero)}: the embedding is zero and has no direction; leave these out")
+        raise BadInput(f"{name_documents(ids, bad)}: the embedding is not finite; embed these again or leave them out")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,16 +225,11 @@ class Pool:
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
         """float64[k, d]: ẑ of the stored vectors at these positions."""
-        return (
-            self.objective.embeddings[self.order[positions]].astype(np.float64)
-            * self.inverse_norms[positions, None]
-        )
+        return self.objective.embeddings[self.order[positions]].astype(np.float64) * self.inverse_norms[positions, None]
 
     def dots(self, positions: np.ndarray, v: np.ndarray) -> np.ndarray:
         """float64[k]: ẑ·v in float64 from the stored vectors."""
-        parts = map_blocks(
-            lambda a, b: np.einsum("ij,j->i", self.rows(positions[a:b]), v), positions.size
-        )
+        parts = map_blocks(lambda a, b: np.einsum("ij,j->i", self.rows(positions[a:b]), v), positions.size)
         return np.concatenate(parts) if parts else np.zeros(0)
 
     def total(self, positions: np.ndarray) -> np.ndarray:
@@ -263,13 +255,16 @@ def canonical_order(ids: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]
         # equal hashes are equal ids, or else two ids that collide and go by the id itself
         level = dict(zip(order.tolist(), hashes.tolist(), strict=True))
         order = np.array(sorted(level, key=lambda i: (level[i], ids[i])), np.int64)
-        twice = sorted(int(b) for a, b in zip(order[:-1], order[1:], strict=True) if ids[a] == ids[b])
+        twice = sorted(int(b) for a, b in pairwise(order.tolist()) if ids[a] == ids[b])
         if twice:
-            raise BadInput(f"{_named(ids, np.array(twice))}: the id is not unique; every document needs its own")
+            raise BadInput(
+                f"{name_documents(ids, np.array(twice))}: the id is not unique; every document needs its own"
+            )
     return order.astype(np.int64), hashes
 
 
-def _named(ids: Sequence[str], rows: np.ndarray) -> str:
+def name_documents(ids: Sequence[str], rows: np.ndarray) -> str:
+    """How an error names the documents at these rows: how many, and the first ids."""
     shown = ", ".join(f"{ids[i]!r} (row {i})" for i in rows[:_SHOWN].tolist())
     more = rows.size - min(rows.size, _SHOWN)
     return f"{rows.size} document{'s' if rows.size > 1 else ''}: {shown}{f' and {more} more' if more else ''}"

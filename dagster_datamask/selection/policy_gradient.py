@@ -4,6 +4,7 @@ Here: logits, group advantages, the two forms of the gradient, batch updates and
 draws (`sampling`), and what the mask it ends with is worth (`certificates`).
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -95,12 +96,13 @@ def advantages(values: Any, scale: Any, xp: Any) -> tuple[Any, Any]:
     return centred * (alive / xp.where(alive, sigma, xp.ones_like(sigma))), ~alive
 
 
-def independent_gradient(advantage: Any, mask: Any) -> Any:
+def independent_gradient(advantage: Any, mask: Any, xp: Any) -> Any:
     """[B]: (1/G)·Aᵀ M, the mean of A_j·(M_j − S·p) for advantages that sum to 0.
 
     advantage: [G]; mask: [G, B] of 0 and 1.
     """
-    return advantage @ mask / mask.shape[0]
+    # a BLAS product would split this sum by the number of threads
+    return xp.einsum("j,jb->b", advantage, mask) / mask.shape[0]
 
 
 def ordered_gradient(logits: Any, advantage: Any, order: Any, xp: Any) -> Any:
@@ -149,10 +151,20 @@ def learn_mask(
     start = initial_logits(pool, options.l_min, options.l_max)
     if budget in (0, n):
         return Learned(np.arange(budget), start, 0.0, [])
-    source = draws(accelerator, seed, "policy_gradient", split)
-    xp = source.xp
+    with contextlib.closing(draws(accelerator, options.group, seed, "policy_gradient", split)) as source:
+        return _ascend(pool, budget, options, source, start, progress)
+
+
+def _ascend(
+    pool: Pool,
+    budget: int,
+    options: PolicyGradientOptions,
+    source: Draws,
+    start: np.ndarray,
+    progress: Progress | None,
+) -> Learned:
+    n = pool.n
     logits = source.put(start)
-    # on the CPU the pool's own arrays are used, not copies
     vectors, linear = source.put(pool.vectors), source.put(pool.linear)
     size = min(n, max(2, round(options.batch * n)))
     taken = min(size - 1, max(1, round(budget / n * size)))
@@ -162,9 +174,7 @@ def learn_mask(
     logged, passes = 0, 0.0
     for step in range(options.steps):
         batch = source.batch(n, size) if size < n else slice(None)
-        update, mean, saturated = _step(
-            source, logits[batch], vectors[batch], linear[batch], pool.beta, taken, options
-        )
+        update, mean, saturated = _step(source, logits[batch], vectors[batch], linear[batch], pool.beta, taken, options)
         logits[batch] += update
         means[step], skips[step] = mean, saturated
         passes += size / n
@@ -185,8 +195,8 @@ def learn_mask(
             progress(step + 1, options.steps, entry)
     learned = source.fetch(logits).astype(np.float64)
     if options.final == "sampled":
-        keys = source.gumbel(logits, 1)
-        positions = np.sort(source.fetch(source.order(keys, budget))[0])
+        drawn = source.order(source.gumbel(logits)[:1], budget)
+        positions = np.sort(source.fetch(drawn)[0])
     else:
         positions = top_s(learned, budget)
     return Learned(positions, learned, passes, trajectory)
@@ -203,16 +213,16 @@ def _step(
 ) -> tuple[Any, Any, Any]:
     """(lr·ĝ for the batch, mean f of the group, saturated), all on the device."""
     xp = source.xp
-    keys = source.gumbel(logits, options.group)
+    keys = source.gumbel(logits)
     mask = source.mask(keys, size)
-    mean = mask @ vectors / size
-    quality = mask @ linear / size
+    mean = source.sums(mask, vectors) / size
+    quality = xp.einsum("jb,b->j", mask, linear) / size
     similarity = beta * (mean * mean).sum(1)
     values = quality - similarity
     scale = (abs(quality) + similarity).mean()
     advantage, saturated = advantages(values, scale, xp)
     if options.gradient == "independent":
-        gradient = independent_gradient(advantage, mask)
+        gradient = independent_gradient(advantage, mask, xp)
     else:
         order = source.order(keys, size)
         exact = ordered_gradient(source.double(logits), source.double(advantage), order, xp)

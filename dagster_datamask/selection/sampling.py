@@ -5,12 +5,19 @@ of the logits, in NumPy on the CPU and in torch on a CUDA device. Not here: what
 (`policy_gradient`).
 """
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
+
+# masks that are drawn and summed together
+_BAND = 32
+_LEAST = float(np.finfo(np.float32).tiny)
 
 
 def top_s(scores: np.ndarray, size: int) -> np.ndarray:
@@ -41,8 +48,9 @@ def ranks(scores: np.ndarray) -> np.ndarray:
 class Draws(Protocol):
     """The random part of a policy-gradient step on one device. Arrays are NumPy's on the CPU, torch's elsewhere."""
 
-    xp: Any
-    """The array module, numpy or torch: the steps use only what the two spell alike."""
+    @property
+    def xp(self) -> Any:
+        """The array module, numpy or torch: the steps use only what the two spell alike."""
 
     def put(self, array: np.ndarray) -> Any:
         """The array as float32 on the device."""
@@ -59,7 +67,7 @@ class Draws(Protocol):
     def batch(self, n: int, size: int) -> Any:
         """int64[size], ascending: `size` of n positions, uniformly and without replacement."""
 
-    def gumbel(self, logits: Any, group: int) -> Any:
+    def gumbel(self, logits: Any) -> Any:
         """float32[group, B]: logits plus Gumbel(0, 1) noise; the S largest of a row, largest first, are S draws
         without replacement from softmax(logits) in draw order (DataMask, Eq. 7)."""
 
@@ -69,14 +77,32 @@ class Draws(Protocol):
     def order(self, keys: Any, size: int) -> Any:
         """int64[group, size]: the positions of the `size` largest keys of each row, largest first."""
 
+    def sums(self, mask: Any, vectors: Any) -> Any:
+        """float32[group, d]: mask @ vectors, the sum of each mask's vectors."""
+
+    def close(self) -> None:
+        """Release the threads."""
+
 
 class CpuDraws:
     """Draws on the CPU. The exponentials come from NumPy's ziggurat: torch's generator takes longer than the rest
-    of a step."""
+    of a step.
 
-    def __init__(self, generator: np.random.Generator) -> None:
-        self.xp = np
-        self._generator = generator
+    A group is worked on in fixed bands of masks, each with a generator of its own, on all cores: the draws and the
+    order of every sum are the same on any number of them.
+    """
+
+    def __init__(self, generator: np.random.Generator, group: int) -> None:
+        self._bands = [slice(a, min(a + _BAND, group)) for a in range(0, group, _BAND)]
+        self._generator, *self._noise = generator.spawn(1 + len(self._bands))
+        self._threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(self._bands)))
+
+    @property
+    def xp(self) -> Any:
+        return np
+
+    def close(self) -> None:
+        self._threads.shutdown()
 
     def put(self, array: np.ndarray) -> np.ndarray:
         return np.asarray(array, np.float32)
@@ -93,38 +119,73 @@ class CpuDraws:
     def batch(self, n: int, size: int) -> np.ndarray:
         return np.sort(self._generator.choice(n, size, replace=False, shuffle=False))
 
-    def gumbel(self, logits: np.ndarray, group: int) -> np.ndarray:
-        noise = self._generator.standard_exponential((group, logits.size), dtype=np.float32)
-        # the ziggurat can return 0, and an infinite key would hide the logit
-        np.maximum(noise, np.float32(1e-30), out=noise)
-        np.log(noise, out=noise)
-        return np.subtract(logits, noise, out=noise)
+    def gumbel(self, logits: np.ndarray) -> np.ndarray:
+        keys = np.empty((self._bands[-1].stop, logits.size), np.float32)
+
+        def fill(k: int) -> None:
+            noise = keys[self._bands[k]]
+            self._noise[k].standard_exponential(dtype=np.float32, out=noise)
+            # the ziggurat can return 0, and an infinite key would hide the logit
+            np.maximum(noise, _LEAST, out=noise)
+            np.log(noise, out=noise)
+            np.subtract(logits, noise, out=noise)
+
+        self._run(fill, keys.size)
+        return keys
 
     def mask(self, keys: np.ndarray, size: int) -> np.ndarray:
-        columns = keys.shape[1]
-        threshold = np.partition(keys, columns - size, axis=1)[:, columns - size, None]
-        mask = (keys >= threshold).astype(np.float32)
-        # float32 keys collide now and then
-        for row in np.flatnonzero(mask.sum(axis=1) != size):
-            mask[row] = 0.0
-            mask[row, top_s(keys[row], size)] = 1.0
+        mask = np.empty_like(keys)
+        cut = keys.shape[1] - size
+
+        def fill(k: int) -> None:
+            band, filled = keys[self._bands[k]], mask[self._bands[k]]
+            np.greater_equal(band, np.partition(band, cut, axis=1)[:, cut, None], out=filled)
+            # float32 keys collide now and then
+            for row in np.flatnonzero(filled.sum(axis=1) != size):
+                filled[row] = 0.0
+                filled[row, top_s(band[row], size)] = 1.0
+
+        self._run(fill, keys.size)
         return mask
 
     def order(self, keys: np.ndarray, size: int) -> np.ndarray:
         return np.argsort(-keys, axis=1, kind="stable")[:, :size]
+
+    def sums(self, mask: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+        result = np.empty((mask.shape[0], vectors.shape[1]), np.float32)
+
+        def fill(k: int) -> None:
+            np.matmul(mask[self._bands[k]], vectors, out=result[self._bands[k]])
+
+        self._run(fill, mask.size * vectors.shape[1] // 64)
+        return result
+
+    def _run(self, work: Callable[[int], None], size: int) -> None:
+        bands = range(len(self._bands))
+        # less than this is done before another thread has woken up
+        if size < 1 << 16:
+            for k in bands:
+                work(k)
+        else:
+            list(self._threads.map(work, bands))
 
 
 class TorchDraws:
     """Draws on a torch device, from a generator seeded by the same key. Nothing here waits for the device but
     `fetch`."""
 
-    def __init__(self, device: str, seed: int) -> None:
+    def __init__(self, device: str, seed: int, group: int) -> None:
         import torch
 
-        self.xp = torch
+        self._torch = torch
         self._device = device
+        self._group = group
         self._generator = torch.Generator(device=device)
         self._generator.manual_seed(seed)
+
+    @property
+    def xp(self) -> Any:
+        return self._torch
 
     def put(self, array: np.ndarray) -> Any:
         return self.xp.from_numpy(np.ascontiguousarray(array, np.float32)).to(self._device)
@@ -142,10 +203,10 @@ class TorchDraws:
         shuffled = self.xp.randperm(n, generator=self._generator, device=self._device)
         return self.xp.sort(shuffled[:size]).values
 
-    def gumbel(self, logits: Any, group: int) -> Any:
-        noise = self.xp.empty((group, logits.shape[0]), dtype=self.xp.float32, device=self._device)
+    def gumbel(self, logits: Any) -> Any:
+        noise = self.xp.empty((self._group, logits.shape[0]), dtype=self.xp.float32, device=self._device)
         noise.exponential_(generator=self._generator)
-        return logits - noise.clamp_(min=1e-30).log_()
+        return logits - noise.clamp_(min=_LEAST).log_()
 
     def mask(self, keys: Any, size: int) -> Any:
         chosen = self.xp.topk(keys, size, dim=1, sorted=False).indices
@@ -154,10 +215,17 @@ class TorchDraws:
     def order(self, keys: Any, size: int) -> Any:
         return self.xp.topk(keys, size, dim=1).indices
 
+    def sums(self, mask: Any, vectors: Any) -> Any:
+        return mask @ vectors
 
-def draws(accelerator: Accelerator, seed: int, purpose: str, *keys: keyed.Key) -> Draws:
-    """The draws of one solve on the accelerator's device, keyed by (seed, purpose, *keys)."""
+    def close(self) -> None:
+        """Nothing to release: the device's memory goes with the arrays."""
+
+
+def draws(accelerator: Accelerator, group: int, seed: int, purpose: str, *keys: keyed.Key) -> Draws:
+    """The draws of one solve with groups of `group` masks, on the accelerator's device, keyed by (seed, purpose,
+    *keys)."""
     generator = keyed.rng(seed, purpose, *keys)
     if not accelerator.is_cuda:
-        return CpuDraws(generator)
-    return TorchDraws(accelerator.device, int(generator.integers(2**63)))
+        return CpuDraws(generator, group)
+    return TorchDraws(accelerator.device, int(generator.integers(2**63)), group)

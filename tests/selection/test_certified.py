@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.selection.certified import CertifiedOptions, _largest_eigenvalue, _project, relax
+from dagster_datamask.selection.objectives import QualityDiversity
+from dagster_datamask.selection.solve import solve
+
+from .oracles import all_values, ids_of, objective, vectors
+
+MINILM = Path(__file__).parents[2] / "../shared/data/embeddings_minilm_l6_fp16.parquet"
+
+
+@given(
+    n=st.integers(1, 16),
+    d=st.integers(1, 5),
+    lam=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    scale=st.sampled_from(["per_pool", "raw", "zscore"]),
+    shift=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 10**6),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_value_and_bound_enclose_the_optimum(
+    n: int, d: int, lam: float, scale: str, shift: float, seed: int, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, min(n, 6)))
+    f = objective(np.random.default_rng(seed), n, d, lam, scale, shift)
+    found = solve(f, size, solver="certified", ids=ids_of(n))
+    pool = f.prepare(ids_of(n))
+    z = pool.rows(np.argsort(pool.order))
+    linear = np.empty(n)
+    linear[pool.order] = pool.linear
+    best = max(linear[list(u)].mean() - pool.beta * np.sum(z[list(u)].mean(axis=0) ** 2) for u in all_values(f, size))
+    assert found.indices.size == size
+    assert found.value <= best + 1e-12
+    assert best <= found.certificate.upper_bound
+    assert found.certificate.gap >= 0
+    if size in (1, n) or lam == 1.0:
+        assert found.value == pytest.approx(best, abs=1e-7)
+
+
+def test_small_pools_are_solved_to_the_optimum_by_swaps() -> None:
+    missed = 0
+    for seed in range(30):
+        f = objective(np.random.default_rng(seed), 14, 3, 0.1)
+        found = solve(f, 5, solver="certified", ids=ids_of(14))
+        missed += found.value < max(all_values(f, 5).values()) - 1e-9
+    assert missed <= 1
+
+
+def test_the_relaxation_closes_its_own_gap_on_isotropic_vectors() -> None:
+    f = QualityDiversity(vectors(np.random.default_rng(0), 2000, 48, 0.05).astype(np.float32), None, 0.0)
+    pool = f.prepare(ids_of(2000))
+    state = relax(pool, 200, CertifiedOptions(gap=1e-8), accelerator=Accelerator())
+    assert state.bound - state.value < 1e-9
+    assert state.weights.min() >= 0
+    assert state.weights.max() <= 1
+    assert state.weights.sum() == pytest.approx(200, abs=1e-6)
+
+
+@given(
+    st.lists(st.floats(-3, 3), min_size=1, max_size=12),
+    st.floats(0, 1),
+)
+@settings(deadline=None)
+def test_projection_is_the_nearest_point(values: list[float], share: float) -> None:
+    point = np.array(values)
+    room = share * point.size
+    found = _project(point, room)
+    assert found.sum() == pytest.approx(room, abs=1e-9)
+    assert found.min() >= 0
+    assert found.max() <= 1
+    # nearest: no direction that keeps the sum and the box makes an acute angle with what was removed
+    removed = point - found
+    for i in range(point.size):
+        for j in range(point.size):
+            if found[i] < 1 - 1e-9 and found[j] > 1e-9:
+                assert removed[i] <= removed[j] + 1e-7
+
+
+def test_the_step_length_covers_the_largest_eigenvalue() -> None:
+    for shift in (0.0, 0.1, 2.0):
+        z = vectors(np.random.default_rng(4), 500, 30, shift).astype(np.float32)
+        largest = np.linalg.eigvalsh(z.T @ z)[-1]
+        assert largest * 0.98 <= _largest_eigenvalue(z) <= largest * 1.2
+    opposite = np.array([[1.0, 0.0], [-1.0, 0.0]], np.float32)
+    assert _largest_eigenvalue(opposite) >= 2.0
+
+
+def test_anisotropic_pools_need_few_passes() -> None:
+    rng = np.random.default_rng(0)
+    f = QualityDiversity(vectors(rng, 20_000, 32, 1.5).astype(np.float32), rng.random(20_000), 0.5, "per_pool")
+    found = solve(f, 2000, solver="certified", ids=ids_of(20_000))
+    assert found.certificate.gap <= 1e-5
+    assert found.certificate.share > 0.999
+    assert found.passes < 60
+
+
+def test_a_cosine_of_one_between_all_documents_is_solved_at_once() -> None:
+    f = QualityDiversity(np.ones((50, 4), np.float16), np.arange(50.0), 0.5, "per_pool")
+    found = solve(f, 5, solver="certified", ids=ids_of(50))
+    assert found.indices.tolist() == [45, 46, 47, 48, 49]
+    assert found.certificate.gap < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [({"gap": -1.0}, "gap"), ({"gap": float("nan")}, "gap"), ({"passes": 0}, "passes"), ({"moves": -1}, "moves")],
+)
+def test_options_that_make_no_sense_are_refused(settings_: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CertifiedOptions(**settings_)
+
+
+@pytest.mark.skipif(not MINILM.exists(), reason=f"needs {MINILM.name} of the shared data")
+def test_real_web_pages_reach_the_reference() -> None:
+    table = pq.read_table(MINILM)
+    ids = table["id"].to_pylist()
+    z = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(ids), -1)
+    found = solve(QualityDiversity(z, None, 0.0), 1259, solver="certified", ids=ids)
+    assert found.value >= -0.0058302
+    assert -0.005830 < found.certificate.upper_bound <= -0.0058256
+    assert found.certificate.share > 0.9999

@@ -1,0 +1,155 @@
+import json
+
+import numpy as np
+import pytest
+
+from dagster_datamask.selection.certified import CertifiedOptions
+from dagster_datamask.selection.objectives import BadInput, QualityDiversity
+from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
+from dagster_datamask.selection.solve import SOLVERS, Selection, solve
+
+from .oracles import ids_of, objective, vectors
+
+FEW = PolicyGradientOptions(steps=30, batch=0.5, group=16)
+
+
+def run(f: QualityDiversity, budget: int, solver: str, ids: list[str] | None = None, **more: int) -> Selection:
+    n = f.embeddings.shape[0]
+    options = FEW if solver == "policy_gradient" else None
+    return solve(f, budget, solver=solver, ids=ids or ids_of(n), options=options, **more)
+
+
+def check(found: Selection, n: int, budget: int) -> None:
+    assert found.indices.dtype == np.int64
+    assert found.indices.size == budget
+    assert np.unique(found.indices).size == budget
+    assert found.scores.shape == found.rank.shape == (n,)
+    assert sorted(found.rank.tolist()) == list(range(1, n + 1))
+    assert (np.diff(found.scores[np.argsort(found.rank)]) <= 0).all()
+    assert found.certificate.gap == found.certificate.upper_bound - found.value >= 0
+    assert found.certificate.feasible_set["budget"] == budget
+    text = json.dumps(found.summary(), allow_nan=False)
+    assert json.loads(text)["kept"] == budget
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+@pytest.mark.parametrize("d", [1, 3])
+def test_every_size_is_defined_for_every_solver(solver: str, n: int, d: int) -> None:
+    f = (
+        objective(np.random.default_rng(n), n, d, 0.4)
+        if n
+        else QualityDiversity(np.zeros((0, d)), np.zeros(0), 0.4, "per_pool")
+    )
+    for budget in range(n + 1):
+        check(run(f, budget, solver), n, budget)
+    with pytest.raises(ValueError, match=f"budget {n + 1} is not between 0 and the {n} documents"):
+        run(f, n + 1, solver)
+    with pytest.raises(ValueError, match="budget -1 is not between 0"):
+        run(f, -1, solver)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+@pytest.mark.parametrize("scale", ["per_pool", "zscore", "raw"])
+def test_identical_vectors_and_constant_quality(solver: str, scale: str) -> None:
+    f = QualityDiversity(np.full((9, 2), 0.3, np.float16), np.full(9, 2.0), 0.5, scale)
+    check(run(f, 4, solver), 9, 4)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_240_asked_are_240_distinct(solver: str) -> None:
+    rng = np.random.default_rng(0)
+    # half of the vectors and most scores repeat
+    z = np.repeat(vectors(rng, 500, 8), 2, axis=0)
+    f = QualityDiversity(z, rng.integers(0, 3, 1000).astype(float), 0.3, "per_pool")
+    check(run(f, 240, solver), 1000, 240)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_a_permuted_pool_selects_the_same_ids(solver: str) -> None:
+    rng = np.random.default_rng(3)
+    z = np.repeat(vectors(rng, 150, 6), 2, axis=0).astype(np.float16)
+    q, ids = rng.integers(0, 4, 300).astype(float), ids_of(300)
+    shuffle = rng.permutation(300)
+    one = run(QualityDiversity(z, q, 0.3, "per_pool"), 60, solver, ids)
+    names = [ids[i] for i in shuffle]
+    two = run(QualityDiversity(z[shuffle], q[shuffle], 0.3, "per_pool"), 60, solver, names)
+    assert {ids[i] for i in one.indices} == {names[i] for i in two.indices}
+    assert one.value == two.value
+    assert one.certificate.as_dict() == two.certificate.as_dict()
+    assert (one.scores[shuffle] == two.scores).all()
+    assert (one.rank[shuffle] == two.rank).all()
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_two_runs_are_equal_bit_for_bit(solver: str) -> None:
+    f = objective(np.random.default_rng(1), 400, 12, 0.2)
+    one, two = run(f, 50, solver), run(f, 50, solver)
+    assert one.scores.tobytes() == two.scores.tobytes()
+    assert (one.indices.tobytes(), one.value, one.trajectory) == (two.indices.tobytes(), two.value, two.trajectory)
+
+
+def test_seed_and_split_move_what_is_random_and_nothing_else() -> None:
+    f = objective(np.random.default_rng(1), 60, 4, 0.2)
+    for solver, distinct in [("random", 4), ("policy_gradient", 4), ("certified", 1), ("top_k", 1)]:
+        scores = {run(f, 9, solver, seed=seed, split=split).scores.tobytes() for seed in (0, 1) for split in (0, 1)}
+        assert len(scores) == distinct, solver
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.1, 0.5, 1.0])
+def test_every_mask_lies_below_the_certified_bound_and_above_nothing_better(lam: float) -> None:
+    f = objective(np.random.default_rng(2), 300, 10, lam, shift=0.4)
+    found = {s: run(f, 40, s) for s in SOLVERS}
+    bounds = [s.certificate.upper_bound for s in found.values()]
+    assert max(bounds) - min(bounds) < 1e-6
+    assert found["certified"].value >= max(s.value for s in found.values()) - 1e-12
+    assert found["certified"].certificate.share > 0.95
+    assert abs(found["random"].certificate.share) < 0.5
+
+
+def test_lambda_moves_between_diversity_and_quality() -> None:
+    rng = np.random.default_rng(6)
+    z, q = vectors(rng, 400, 8, 0.5), rng.uniform(0, 15, 400)
+    picks = [run(QualityDiversity(z, q, lam, "per_pool"), 40, "certified") for lam in (0.0, 0.1, 0.5, 1.0)]
+    quality = [pick.quality_raw for pick in picks]
+    diversity = [pick.diversity for pick in picks]
+    assert quality == sorted(quality)
+    assert diversity == sorted(diversity, reverse=True)
+    top = run(QualityDiversity(z, q, 0.5, "per_pool"), 40, "top_k")
+    assert top.indices.tolist() == picks[-1].indices.tolist()
+
+
+def test_lambda_zero_needs_no_quality() -> None:
+    z = vectors(np.random.default_rng(0), 30, 4)
+    plain = run(QualityDiversity(z, None, 0.0), 5, "certified")
+    blind = run(QualityDiversity(z, np.full(30, np.nan), 0.0), 5, "certified")
+    known = run(QualityDiversity(z, np.arange(30.0), 0.0), 5, "certified")
+    assert plain.indices.tolist() == blind.indices.tolist() == known.indices.tolist()
+    assert plain.value == known.value == known.diversity
+    assert plain.quality_raw is blind.quality_raw is None
+    assert known.quality_raw == known.indices.mean()
+
+
+def test_random_is_a_uniform_sample() -> None:
+    f = QualityDiversity(vectors(np.random.default_rng(0), 20, 2), None, 0.0)
+    hits = np.zeros(20)
+    for seed in range(400):
+        hits[run(f, 5, "random", seed=seed).indices] += 1
+    assert np.abs(hits / 400 - 0.25).max() < 0.1
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    f = objective(np.random.default_rng(0), 5, 2, 0.5)
+    with pytest.raises(ValueError, match="solver 'greedy' is none of: policy_gradient, certified, top_k, random"):
+        solve(f, 2, solver="greedy", ids=ids_of(5))
+    with pytest.raises(ValueError, match="'certified' takes CertifiedOptions, not PolicyGradientOptions"):
+        solve(f, 2, solver="certified", ids=ids_of(5), options=FEW)
+    with pytest.raises(ValueError, match="'policy_gradient' takes PolicyGradientOptions, not CertifiedOptions"):
+        solve(f, 2, solver="policy_gradient", ids=ids_of(5), options=CertifiedOptions())
+    for solver in ("top_k", "random"):
+        with pytest.raises(ValueError, match=f"'{solver}' takes no options"):
+            solve(f, 2, solver=solver, ids=ids_of(5), options=FEW)
+    with pytest.raises(ValueError, match="'top_k' ranks by quality"):
+        solve(QualityDiversity(f.embeddings, None, 0.0), 2, solver="top_k", ids=ids_of(5))
+    with pytest.raises(BadInput, match="'a'"):
+        solve(f, 2, solver="random", ids=["a", "b", "a", "c", "d"])
