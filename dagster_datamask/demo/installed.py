@@ -31,9 +31,9 @@ MAX_CHARS = 6_000
 # A section of a description shorter than this is joined with the next: a heading with one line is not a document.
 MIN_SECTION_CHARS = 800
 # torch and transformers alone hold more docstrings than the rest together; reading stops at this many of each.
-DOCSTRINGS_PER_PACKAGE = 200
+DOCSTRINGS_PER_PACKAGE = 160
 # Generated tables of symbols: half of the parse time of a big package, and hardly a sentence in them.
-MAX_SOURCE_BYTES = 150_000
+MAX_SOURCE_BYTES = 80_000
 
 _NOT_DOCUMENTATION = re.compile(
     r"(^|/)(tests?|testing|test_[^/]*|_test_[^/]*|[^/]*_test|conftest|_?vendor(ed)?|_?extern(al)?|third_party|benchmarks?)"

@@ -1,0 +1,380 @@
+"""The project's figures, drawn with Matplotlib's object interface and returned as PNG bytes.
+
+Here: numbers to pictures. Equal numbers give equal bytes (no date, no software version in the file, the font that
+Matplotlib ships), no global state is touched, and a figure stays under 60 kB so that a Dagster event that carries it in
+base64 stays small. Not here: computing the numbers, or embedding the pictures (`tables`, `html`).
+"""
+
+import io
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from dagster_datamask.reporting.tables import human
+
+# Share of FineWeb's documents at each integer quality 0..15: DataMask (arXiv 2512.24265), Table 7.
+PAPER_TABLE_7 = (0.03, 0.09, 0.17, 0.24, 0.23, 0.14, 0.06, 0.03, 0.01, 0.002, 0.0003, 0.00003, 0.0, 0.0, 0.0, 0.0)
+
+# Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes repeat the difference.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_BOUND = "#000000"
+_GREY = "#8C8C8C"
+_DPI = 100
+_MAX_POINTS = 400
+_SMALL = 8.5
+
+Point = Mapping[str, Any]
+
+
+def trajectory_figure(
+    trajectories: Mapping[str, Sequence[Point]],
+    upper_bound: float | None = None,
+    baseline: float | None = None,
+    title: str = "Objective during optimisation",
+) -> bytes:
+    """The objective's value against the step (or pass), one line per solver, with the bound and the uniform mask.
+
+    A point is a mapping with `step` and `value`, and where the solver has one, `bound` (drawn dotted in the solver's
+    colour). Where it has `mask_value` that is drawn instead: the policy gradient's `value` is of masks on a batch,
+    which no bound for the whole pool applies to. `upper_bound` is the certificate: no mask of the budget lies above
+    it. `baseline` is the expected value of a uniform mask of the same size. More than 50 steps go on a log axis.
+    Raises ValueError naming the solver and the step where a value is missing or not finite.
+    """
+    figure, (axes,) = _figure(title)
+    values: list[float] = [v for v in (upper_bound, baseline) if v is not None]
+    all_steps: list[float] = []
+    for i, (solver, points) in enumerate(trajectories.items()):
+        steps, solver_values, bounds = _points(solver, points)
+        all_steps += steps
+        values += solver_values
+        colour = _COLOURS[i % len(_COLOURS)]
+        marker = _MARKERS[i % len(_MARKERS)] if len(steps) <= 30 else None
+        axes.plot(steps, solver_values, color=colour, marker=marker, markersize=4, label=solver, lw=1.5)
+        seen = [(s, b) for s, b in zip(steps, bounds, strict=True) if b is not None]
+        if seen:
+            bound_steps, bound_values = zip(*seen, strict=True)
+            # The first bounds may lie far above everything else: they may leave the picture.
+            if upper_bound is None:
+                values.append(min(bound_values))
+            axes.plot(bound_steps, bound_values, color=colour, ls=":", lw=1.2, label=f"{solver}: bound so far")
+    if not all_steps:
+        return _nothing(figure, axes, "no optimisation step was recorded")
+    if upper_bound is not None:
+        axes.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"upper bound {upper_bound:.6g}")
+    if baseline is not None:
+        axes.axhline(baseline, color=_GREY, ls="-.", lw=1.2, label=f"uniform mask {baseline:.6g}")
+    low, high = min(values), max(values)
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
+    axes.set_ylim(low - margin, high + margin)
+    first, last = min(all_steps), max(all_steps)
+    if last > 50 and first < last:
+        if first > 0:
+            axes.set_xscale("log")
+            axes.set_xlim(first * 0.9, last * 1.1)
+        else:
+            axes.set_xscale("symlog", linthresh=1.0)
+            axes.set_xlim(first, last * 1.1)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        side = 0.03 * (last - first) or 0.5
+        axes.set_xlim(first - side, last + side)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("step or pass")
+    axes.set_ylabel("objective (higher is better)")
+    _legend_below(figure, axes)
+    return _png(figure)
+
+
+def quality_histogram(counts: Sequence[int], title: str = "Quality of the documents") -> bytes:
+    """Share of documents at each integer quality 0..15 beside FineWeb's (the paper's Table 7).
+
+    `counts` holds one number of documents per score, 16 of them at most; missing ones are 0. Shares below 1 % carry
+    their number, since their bars cannot be seen. Raises ValueError for a negative count or more than 16.
+    """
+    ours = _sixteen(counts)
+    figure, (axes,) = _figure(title)
+    total = int(ours.sum())
+    if total == 0:
+        return _nothing(figure, axes, "no document has a quality score")
+    x = np.arange(16)
+    paper = np.array(PAPER_TABLE_7)
+    for offset, shares, colour, hatch, label in (
+        (-0.2, ours / total, _COLOURS[0], None, f"this pool, {_documents(total)}"),
+        (0.2, paper / paper.sum(), _COLOURS[4], "///", "FineWeb (DataMask paper, Table 7)"),
+    ):
+        mean = float((x * shares).sum())
+        label = f"{label}: mean {mean:.2f}"
+        axes.bar(x + offset, 100 * shares, 0.4, color=colour, hatch=hatch, edgecolor="white", lw=0.5, label=label)
+        for score, share in enumerate(100 * shares):
+            if 0 < share < 1:
+                axes.annotate(
+                    f"{share:.1g}",
+                    (score + offset, share),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    rotation=90,
+                    fontsize=6.5,
+                )
+    _percent_axis(axes)
+    axes.set_xticks(x)
+    axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)")
+    axes.set_ylabel("share of documents")
+    _legend_below(figure, axes)
+    return _png(figure)
+
+
+def quality_diversity_figure(
+    pool_counts: Sequence[int],
+    kept_counts: Sequence[int],
+    cluster_pool: Sequence[int],
+    cluster_kept: Sequence[int],
+    title: str = "What the mask keeps",
+) -> bytes:
+    """Left: quality of the pool and of the kept documents, as shares per integer score. Right: the kept share of each
+    cluster against the cluster's size; the dashed line is the share kept of the whole pool, where a uniform mask lies.
+
+    `cluster_pool[c]` and `cluster_kept[c]` are the documents of cluster c in the pool and in the mask. Raises
+    ValueError where the two differ in length or a cluster keeps more than it has.
+    """
+    pool, kept = _sixteen(pool_counts), _sixteen(kept_counts)
+    sizes, chosen = np.asarray(cluster_pool, dtype=np.int64), np.asarray(cluster_kept, dtype=np.int64)
+    if sizes.shape != chosen.shape:
+        raise ValueError(f"{len(sizes)} clusters in the pool but {len(chosen)} in the mask")
+    if (chosen > sizes).any():
+        worst = int(np.flatnonzero(chosen > sizes)[0])
+        raise ValueError(f"cluster {worst} keeps {chosen[worst]} documents of {sizes[worst]}")
+    figure, (left, right) = _figure(title, 2)
+    if pool.sum() == 0:
+        _say(left, "no document has a quality score")
+    else:
+        x = np.arange(16)
+        axes_shares = 100 * pool / pool.sum()
+        left.bar(x, axes_shares, 0.85, color="#C9C9C9", label=f"pool, {_documents(int(pool.sum()))}")
+        if kept.sum():
+            kept_shares = 100 * kept / kept.sum()
+            left.step(
+                np.append(x, 16) - 0.5,
+                np.append(kept_shares, kept_shares[-1]),
+                where="post",
+                color=_COLOURS[0],
+                lw=1.8,
+                label=f"kept, {_documents(int(kept.sum()))}",
+            )
+        _percent_axis(left)
+        left.set_xticks(x[::3])
+        left.set_xlabel("quality, rounded")
+        left.set_ylabel("share of documents")
+        left.legend(loc="upper right", frameon=False, fontsize=_SMALL)
+        left.set_ylim(0, left.get_ylim()[1] * 1.25)
+    filled = sizes > 0
+    if not filled.any():
+        _say(right, "no clusters")
+    else:
+        share = 100 * chosen[filled] / sizes[filled]
+        overall = 100 * chosen.sum() / sizes.sum()
+        right.scatter(
+            sizes[filled],
+            share,
+            s=max(4.0, min(30.0, 3000 / filled.sum())),
+            color=_COLOURS[1],
+            alpha=0.6,
+            lw=0,
+            rasterized=True,
+        )
+        right.axhline(overall, color=_BOUND, ls="--", lw=1.2, label=f"whole pool {overall:.1f} %")
+        right.set_ylim(-3, max(share.max(), overall) * 1.2 + 3)
+        _size_axis(right, sizes[filled])
+        _percent_axis(right)
+        right.set_xlabel("documents in the cluster")
+        right.set_ylabel("share kept")
+        right.legend(loc="upper right", frameon=False, fontsize=_SMALL)
+    return _png(figure)
+
+
+def calibration_figure(
+    bins: Sequence[Mapping[str, Any]],
+    confusion: Sequence[Sequence[int]],
+    labels: Sequence[str] = ("negative", "positive"),
+    title: str = "Classifier on held-out documents (demo model)",
+) -> bytes:
+    """Left: reliability, the mean label against the mean prediction, one point per bin, its area the bin's documents;
+    the diagonal is perfect calibration. Right: the confusion matrix with its shares of each row (the true label).
+
+    A bin has `lower`, `upper`, `n`, `mean_predicted`, `mean_observed`, as a training report's calibration does; the
+    axes run from 0 to the largest `upper` (1 for a probability, 5 for an educational value). Bins with `n` 0 are not
+    drawn. Raises ValueError where `confusion` is not square with one row per label.
+    """
+    matrix = np.asarray(confusion, dtype=np.int64)
+    if matrix.shape != (len(labels), len(labels)):
+        raise ValueError(f"a confusion matrix for {len(labels)} labels has shape {matrix.shape}")
+    figure, (left, right) = _figure(title, 2)
+    top = max((float(b["upper"]) for b in bins), default=1.0)
+    filled = [b for b in bins if b["n"] > 0]
+    if filled:
+        predicted, observed = [b["mean_predicted"] for b in filled], [b["mean_observed"] for b in filled]
+        most = max(b["n"] for b in filled)
+        left.plot([0, top], [0, top], color=_GREY, ls="--", lw=1, label="perfect calibration")
+        left.plot(predicted, observed, color=_COLOURS[0], lw=1.2, label="model")
+        left.scatter(predicted, observed, s=[10 + 60 * b["n"] / most for b in filled], color=_COLOURS[0], zorder=3)
+        left.legend(loc="upper left", frameon=False, fontsize=_SMALL)
+    else:
+        _say(left, "no held-out document")
+    left.set_xlim(-0.04 * top, 1.04 * top)
+    left.set_ylim(-0.04 * top, 1.04 * top)
+    left.set_xlabel("mean prediction (area: documents)")
+    left.set_ylabel("mean label")
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    right.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    right.grid(False)
+    for (i, j), n in np.ndenumerate(matrix):
+        right.text(
+            j,
+            i,
+            f"{human(int(n))}\n{100 * shares[i, j]:.0f} %",
+            ha="center",
+            va="center",
+            color="white" if shares[i, j] > 0.6 else "black",
+        )
+    right.set_xticks(range(len(labels)), labels)
+    right.set_yticks(range(len(labels)), labels)
+    right.set_xlabel("predicted")
+    right.set_ylabel("true")
+    return _png(figure)
+
+
+def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> bytes:
+    """Cluster sizes from the largest to the smallest, with the mean; empty clusters are counted below.
+
+    Raises ValueError for a negative size.
+    """
+    counts = np.sort(np.asarray(sizes, dtype=np.int64))[::-1]
+    if (counts < 0).any():
+        raise ValueError(f"a cluster has a negative size: {counts.min()}")
+    figure, (axes,) = _figure(title)
+    filled = counts[counts > 0]
+    if len(filled) == 0:
+        return _nothing(figure, axes, "no clusters")
+    rank = np.arange(1, len(filled) + 1)
+    mean = float(filled.mean())
+    if len(filled) <= 60:
+        axes.bar(rank, filled, 0.85, color=_COLOURS[0])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_xlim(0.4, len(filled) + 0.6)
+    else:
+        axes.plot(rank, filled, color=_COLOURS[0], lw=1.8)
+        axes.set_xscale("log")
+        axes.set_xlim(0.9, len(filled) * 1.1)
+    if len(filled) > 60 and filled[0] > 50 * filled[-1]:
+        axes.set_yscale("log")
+        axes.set_ylim(filled[-1] * 0.7, filled[0] * 1.5)
+    else:
+        axes.set_ylim(0, filled[0] * 1.15)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda v, _: human(v)))
+        axis.set_minor_formatter(NullFormatter())
+    axes.axhline(
+        mean,
+        color=_BOUND,
+        ls="--",
+        lw=1.2,
+        label=f"mean {human(mean)}; largest {human(int(filled[0]))}, smallest {human(int(filled[-1]))}",
+    )
+    axes.set_xlabel(
+        f"cluster, largest first ({human(len(filled))} with documents, {human(len(counts) - len(filled))} empty)"
+    )
+    axes.set_ylabel("documents")
+    _legend_below(figure, axes)
+    return _png(figure)
+
+
+def _figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(7.2 if panels == 2 else 6.4, 3.4), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    figure.suptitle(textwrap.fill(title, 80 if panels == 1 else 92), x=0.01, ha="left", fontsize=10.5)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="#E3E3E3")
+        panel.set_axisbelow(True)
+        panel.tick_params(labelsize=_SMALL)
+    return figure, axes
+
+
+def _png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    # Matplotlib writes its version into the file unless told not to; the bytes would change with it.
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def _say(axes: Axes, message: str) -> None:
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", va="center", color=_GREY, wrap=True)
+
+
+def _nothing(figure: Figure, axes: Axes, message: str) -> bytes:
+    _say(axes, message)
+    return _png(figure)
+
+
+def _legend_below(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=_SMALL)
+
+
+def _documents(n: int) -> str:
+    return f"{human(n)} document{'' if n == 1 else 's'}"
+
+
+def _percent_axis(axes: Axes) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g} %"))
+
+
+def _size_axis(axes: Axes, sizes: np.ndarray) -> None:
+    if sizes.max() > 20 * sizes.min():
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(sizes.min() - 0.6, sizes.max() + 0.6)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+
+
+def _sixteen(counts: Sequence[int]) -> np.ndarray:
+    array = np.asarray(counts, dtype=np.int64)
+    if array.ndim != 1 or len(array) > 16:
+        raise ValueError(f"quality counts are for the 16 integer scores 0..15, not of shape {array.shape}")
+    if (array < 0).any():
+        raise ValueError(f"quality score {int(np.flatnonzero(array < 0)[0])} has a negative count")
+    return np.pad(array, (0, 16 - len(array)))
+
+
+def _points(solver: str, points: Sequence[Point]) -> tuple[list[float], list[float], list[float | None]]:
+    """Steps, values and bounds; a long trajectory is thinned to points evenly spaced in log step, ends included."""
+    steps: list[float] = []
+    values: list[float] = []
+    bounds: list[float | None] = []
+    picked = list(range(len(points)))
+    if len(points) > _MAX_POINTS:
+        spaced = np.geomspace(1, len(points), _MAX_POINTS).round().astype(int) - 1
+        picked = sorted({0, len(points) - 1, *spaced.tolist()})
+    for i in picked:
+        point = points[i]
+        step, value, bound = float(point["step"]), point.get("mask_value", point["value"]), point.get("bound")
+        if value is None or not math.isfinite(value):
+            raise ValueError(f"trajectory of {solver!r}: step {step:g} has the value {value}")
+        steps.append(step)
+        values.append(float(value))
+        bounds.append(float(bound) if bound is not None and math.isfinite(bound) else None)
+    return steps, values, bounds

@@ -1,0 +1,120 @@
+"""Numbers for people: human-readable figures, Markdown tables and pictures, and the terminal's summary.
+
+Here: formatting alone. Not here: what the numbers are, or how a figure is drawn.
+"""
+
+import base64
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+# Columns of the summary: key of a row, heading, and how the value reads.
+_SUMMARY = (
+    ("snapshot", "snapshot", "text"),
+    ("readable", "readable", "count"),
+    ("unscored", "unscored", "count"),
+    ("pruned", "pruned", "count"),
+    ("kept", "kept", "count"),
+    ("budget", "budget", "count"),
+    ("value", "value", "value"),
+    ("upper_bound", "bound", "value"),
+    ("gap", "gap", "gap"),
+    ("share", "share of gain", "share"),
+    ("tokens_kept", "tokens kept", "large"),
+)
+_SUMMED = ("readable", "unscored", "pruned", "kept", "budget", "tokens_kept")
+
+
+def human(number: float | None) -> str:
+    """A number as a person reads it: 1,234; 12.3k; 4.5M; 0.00123; a dash for None, and NaN said outright."""
+    if number is None:
+        return "–"
+    if not math.isfinite(number):
+        return str(number)
+    size = abs(number)
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        # 999,950 rounds to 1000.0k: the next unit takes over where rounding would reach it.
+        if size >= limit * (1 - 5e-5 if limit > 1e4 else 1):
+            scale = 1e3 if suffix == "k" else limit
+            return f"{number / scale:.1f}".removesuffix(".0") + suffix
+    if float(number).is_integer():
+        return f"{int(number):,}"
+    return f"{number:.3g}" if size < 1000 else f"{number:,.0f}"
+
+
+def png_markdown(png: bytes, alt: str) -> str:
+    """A picture as a Markdown image with a base64 data URI: what Dagster's Markdown metadata shows."""
+    safe = alt.replace("\\", "").replace("[", "(").replace("]", ")").replace("\n", " ")
+    return f"![{safe}](data:image/png;base64,{base64.b64encode(png).decode('ascii')})"
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A GitHub-flavoured Markdown table; numbers are right-aligned, pipes and line breaks in text escaped.
+
+    A column is right-aligned where every value present is a number. Raises KeyError naming the row and the column where
+    a row lacks one.
+    """
+    for i, row in enumerate(rows):
+        missing = [c for c in columns if c not in row]
+        if missing:
+            raise KeyError(f"row {i} has no {missing[0]!r}; it has: {', '.join(map(str, row))}")
+    numeric = {c: bool(rows) and all(r[c] is None or _is_number(r[c]) for r in rows) for c in columns}
+    lines = [
+        "| " + " | ".join(_cell(c) for c in columns) + " |",
+        "| " + " | ".join("---:" if numeric[c] else "---" for c in columns) + " |",
+        *("| " + " | ".join(_cell(row[c]) for c in columns) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by snapshot") -> Table:
+    """The terminal's summary, one row per snapshot, with a last row of sums where there are several.
+
+    Keys of a row: `snapshot, readable, unscored, pruned, kept, budget, value, upper_bound, gap, share, tokens_kept`; an
+    absent or null value is a dash. `share` is the share of the achievable gain over a uniform mask. Values and bounds
+    are not summed: they are not of one problem.
+    """
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for key, heading, _ in _SUMMARY:
+        table.add_column(heading, justify="left" if key == "snapshot" else "right", no_wrap=key == "snapshot")
+    for i, row in enumerate(rows):
+        cells = [_summary_cell(row.get(key), how) for key, _, how in _SUMMARY]
+        table.add_row(*cells, end_section=i == len(rows) - 1)
+    if len(rows) > 1:
+        sums = {key: sum(row[key] for row in rows) for key in _SUMMED if all(row.get(key) is not None for row in rows)}
+        table.add_row(*(_summary_cell({"snapshot": "all", **sums}.get(k), how) for k, _, how in _SUMMARY), style="bold")
+    return table
+
+
+def _summary_cell(value: Any, how: str) -> str:
+    if value is None:
+        return "–"
+    if how == "text":
+        return str(value)
+    if how == "count":
+        return f"{int(value):,}"
+    if how == "value":
+        return f"{value:.6f}"
+    if how == "gap":
+        return f"{value:.1e}"
+    if how == "share":
+        return f"{100 * value:.2f} %"
+    return human(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", " ").replace("\n", " ")
