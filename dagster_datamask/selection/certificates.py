@@ -121,6 +121,7 @@ def uniform_value(mean: np.ndarray, n: int, size: int, linear: float, beta: floa
     cosine = (n * float(mean @ mean) - 1.0) / (n - 1) if n > 1 else 1.0
     return linear - beta * ((1.0 - cosine) / size + cosine)
 
+
 def certify(pool: Pool, evaluation: Evaluation, size: int, v: np.ndarray) -> Certificate:
     """The certificate of a mask of `size` documents of the pool, with the bound taken at v.
 

@@ -34,8 +34,9 @@ _INNER = 150
 # candidates on each side of the cut that swaps are looked for among, and how many of them are compared in a move
 _SWAP_CANDIDATES = 1024
 _COMPARED = 192
-# moves for which a document that was just swapped stays where it is
+# moves for which a document that was just swapped stays where it is, at most
 _TABU = 10
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -273,14 +274,15 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
     # S²·f changes by gain_j − gain_i − 2β(1 − ẑ_i·ẑ_j) when j comes in for i
     gain = budget * pool.linear[start] - 2.0 * beta * (rows @ total)
     held = inside[start]
+    # a tabu that held a whole side would leave no move, and one of constant length goes round in circles
+    longest = min(_TABU, int(min(held.sum(), (~held).sum())) - 1)
+    tenures = np.rint(longest * ((np.arange(moves) * _GOLDEN) % 1.0)).astype(np.int64)
     free_at = np.zeros(start.size, np.int64)
     change, best_change, best_held = 0.0, 0.0, held.copy()
     for move in range(moves):
         ready = free_at <= move
         leaving = np.flatnonzero(held & ready)
         coming = np.flatnonzero(~held & ready)
-        if not leaving.size or not coming.size:
-            break
         leaving = leaving[top_s(-gain[leaving], min(leaving.size, _COMPARED))]
         coming = coming[top_s(gain[coming], min(coming.size, _COMPARED))]
         deltas = gain[coming][None, :] - gain[leaving][:, None] - 2.0 * beta * (1.0 - gram[np.ix_(leaving, coming)])
@@ -289,7 +291,7 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
         change += float(deltas[i, j])
         gain -= 2.0 * beta * (gram[into] - gram[out])
         held[out], held[into] = False, True
-        free_at[[out, into]] = move + 1 + _TABU
+        free_at[[out, into]] = move + 1 + tenures[move]
         if change > best_change + 1e-12:
             best_change, best_held = change, held.copy()
     inside[start] = best_held

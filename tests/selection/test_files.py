@@ -20,7 +20,7 @@ def table(n: int, d: int = 4, dtype: type = np.float16, fixed: bool = True) -> p
         lists: pa.Array = pa.FixedSizeListArray.from_arrays(flat, d)
     else:
         lists = pa.ListArray.from_arrays(pa.array(np.arange(0, n * d + 1, d), pa.int32()), flat)
-    return pa.table({"id": ids_of(n), "score": rng.uniform(0, 15, n), "embedding": lists})
+    return pa.table({"id": pa.array(ids_of(n), pa.string()), "score": rng.uniform(0, 15, n), "embedding": lists})
 
 
 def save(path: Path, data: pa.Table) -> Path:

@@ -50,8 +50,8 @@ def test_agrees_with_the_bound_of_the_pool_in_memory() -> None:
     f = QualityDiversity(z, q, 0.1, "minmax", (1.0, 14.0))
     found = solve(f, 300, solver="certified", ids=ids_of(3000))
     streamed = union_bound(cut(z, q, 700), found.certificate.point, lam=0.1, budget=300, constants=(1.0, 14.0))
-    assert streamed.upper_bound == pytest.approx(found.certificate.upper_bound, abs=1e-8)
-    assert streamed.slack < 1e-8
+    assert 0 <= streamed.upper_bound - found.certificate.upper_bound + 1e-12 <= streamed.slack + 2e-12
+    assert streamed.slack < 1e-6
     # the mask's own mean gives a bound as well, and one that needs no state but the mask
     own = union_bound(cut(z, q, 700), found.mean_vector, lam=0.1, budget=300, constants=(1.0, 14.0))
     assert found.value <= own.upper_bound < found.value + 1e-2
