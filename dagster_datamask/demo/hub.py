@@ -84,8 +84,8 @@ def _first_row_groups(url: str, count: int) -> pa.Table:
         reason = str(error).strip().splitlines()
         raise ExportError(
             f"cannot read {url}: {reason[0] if reason else type(error).__name__}. "
-            "Run `make demo` without SOURCE=hf for the text that is on this machine, or copy FineWeb shards to a folder "
-            "(data/<snapshot>/*.parquet) and set source.url to it."
+            "Run `make demo` without SOURCE=hf for the text that is on this machine, or copy FineWeb shards to a "
+            "folder (data/<snapshot>/*.parquet) and set source.url to it."
         ) from error
     return table.select(FINEWEB_SCHEMA.names).cast(FINEWEB_SCHEMA)
 

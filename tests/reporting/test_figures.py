@@ -1,0 +1,148 @@
+"""Pictures of every shape of input: they decode, stay small, come out equal, and show what changes in the numbers."""
+
+import io
+from collections.abc import Callable
+
+import matplotlib
+import numpy as np
+import pytest
+from PIL import Image
+
+from dagster_datamask.keyed import rng
+from dagster_datamask.reporting.figures import (
+    PAPER_TABLE_7,
+    calibration_figure,
+    cluster_sizes_figure,
+    quality_diversity_figure,
+    quality_histogram,
+    trajectory_figure,
+)
+
+MAX_BYTES = 60_000
+
+
+def _certified(passes: int) -> list[dict]:
+    return [{"step": i + 1, "value": -0.1 / (i + 1), "bound": 0.3 / (i + 1) ** 2} for i in range(passes)]
+
+
+def _gradient(entries: int, every: int = 10) -> list[dict]:
+    return [{"step": every * (i + 1), "value": 5.0, "mask_value": -0.2 / (i + 1), "note": None} for i in range(entries)]
+
+
+def _bins(n: int) -> list[dict]:
+    return [
+        {"lower": i / n, "upper": (i + 1) / n, "n": i, "mean_predicted": (i + 0.5) / n, "mean_observed": (i / n) ** 2}
+        for i in range(n)
+    ]
+
+
+def _clusters(k: int) -> tuple[np.ndarray, np.ndarray]:
+    random = rng(0, "test-figures", k)
+    sizes = 1 + (100 * random.pareto(1.2, k)).astype(int)
+    return sizes, random.binomial(sizes, 0.1)
+
+
+FIGURES: dict[str, Callable[[], bytes]] = {
+    "trajectory, nothing": lambda: trajectory_figure({}),
+    "trajectory, a solver without points": lambda: trajectory_figure({"certified": []}, 1.0, 0.0),
+    "trajectory, one point": lambda: trajectory_figure({"certified": _certified(1)}, 0.01, -0.3),
+    "trajectory, two points": lambda: trajectory_figure({"certified": _certified(2)}),
+    "trajectory, constant": lambda: trajectory_figure({"top_k": [{"step": s, "value": 0.0} for s in (0, 1)]}),
+    "trajectory, from step 0": lambda: trajectory_figure({"a": [{"step": s, "value": s} for s in range(100)]}),
+    "trajectory, both": lambda: trajectory_figure(
+        {"certified": _certified(20), "policy_gradient": _gradient(300)}, 0.0, -0.3, "a long title " * 12
+    ),
+    "trajectory, 10,000 steps and large": lambda: trajectory_figure(
+        {"policy_gradient": [{"step": i + 1, "value": 1e9 * (1 - 1 / (i + 1))} for i in range(10_000)]}, 1.01e9, 1e8
+    ),
+    "quality, nothing": lambda: quality_histogram([]),
+    "quality, one document": lambda: quality_histogram([0, 0, 1]),
+    "quality, two documents": lambda: quality_histogram([1] + [0] * 14 + [1]),
+    "quality, many": lambda: quality_histogram([10**10 * k for k in range(16)]),
+    "kept, nothing": lambda: quality_diversity_figure([], [], [], []),
+    "kept, none of one": lambda: quality_diversity_figure([1], [0], [1], [0]),
+    "kept, two": lambda: quality_diversity_figure([1, 1], [0, 1], [1, 1, 0], [0, 1, 0]),
+    "kept, 10,000 clusters": lambda: quality_diversity_figure(
+        [10**9] * 12, [10**7] * 12, *_clusters(10_000), title="CC-MAIN-2024-18: what the mask keeps"
+    ),
+    "calibration, nothing": lambda: calibration_figure([], [[0, 0], [0, 0]]),
+    "calibration, ten bins": lambda: calibration_figure(_bins(10), [[93, 7], [12, 10**7]]),
+    "clusters, nothing": lambda: cluster_sizes_figure([]),
+    "clusters, all empty": lambda: cluster_sizes_figure([0, 0]),
+    "clusters, one": lambda: cluster_sizes_figure([5]),
+    "clusters, two": lambda: cluster_sizes_figure([5, 3, 0]),
+    "clusters, 10,000": lambda: cluster_sizes_figure(_clusters(10_000)[0]),
+}
+
+
+def _pixels(png: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), dtype=np.int16)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_small_equal_and_not_blank(name: str) -> None:
+    before = dict(matplotlib.rcParams)
+    png = FIGURES[name]()
+    assert png == FIGURES[name]()
+    assert len(png) <= MAX_BYTES
+    pixels = _pixels(png)
+    assert pixels.shape[1] in (640, 720)
+    assert 300 <= pixels.shape[0] <= 400
+    assert (pixels.min(axis=2) < 200).sum() > 200, "something dark is drawn"
+    # Nothing may be cut off at the frame: its outermost pixels stay white.
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert edge.min() > 200
+    assert dict(matplotlib.rcParams) == before
+    assert Image.open(io.BytesIO(png)).info.keys() <= {"dpi"}
+
+
+def test_the_bound_and_the_baseline_are_drawn() -> None:
+    points = {"certified": [{"step": s, "value": float(s)} for s in range(1, 9)]}
+    plain = trajectory_figure(points)
+    assert len({plain, trajectory_figure(points, 9.0), trajectory_figure(points, None, 0.0)}) == 3
+
+
+def test_the_batch_mean_is_not_drawn_where_a_mask_value_is() -> None:
+    one, other = _gradient(20), [{**p, "value": -7.0} for p in _gradient(20)]
+    assert trajectory_figure({"policy_gradient": one}, 0.0) == trajectory_figure({"policy_gradient": other}, 0.0)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf")])
+def test_a_value_that_is_none_is_named(value: float | None) -> None:
+    with pytest.raises(ValueError, match=r"'certified': step 2"):
+        trajectory_figure({"certified": [{"step": 1, "value": 0.0}, {"step": 2, "value": value}]})
+
+
+def test_a_long_trajectory_keeps_its_last_point() -> None:
+    points = [{"step": i + 1, "value": 0.0} for i in range(5_000)]
+    jump = [*points[:-1], {"step": 5_000, "value": 1.0}]
+    assert trajectory_figure({"a": points}) != trajectory_figure({"a": jump})
+
+
+def test_the_papers_table_is_whole() -> None:
+    assert len(PAPER_TABLE_7) == 16
+    # The printed shares are rounded: they sum to 1.002.
+    assert sum(PAPER_TABLE_7) == pytest.approx(1.00233)
+    assert max(range(16), key=PAPER_TABLE_7.__getitem__) == 3
+
+
+@pytest.mark.parametrize(("counts", "message"), [([0] * 17, "16 integer scores"), ([1, -1], "score 1 has a negative")])
+def test_wrong_quality_counts(counts: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quality_histogram(counts)
+    with pytest.raises(ValueError, match=message):
+        quality_diversity_figure([], counts, [], [])
+
+
+def test_clusters_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="2 clusters in the pool but 1 in the mask"):
+        quality_diversity_figure([], [], [1, 1], [1])
+    with pytest.raises(ValueError, match="cluster 1 keeps 2 documents of 1"):
+        quality_diversity_figure([], [], [1, 1], [1, 2])
+    with pytest.raises(ValueError, match="negative size: -3"):
+        cluster_sizes_figure([1, -3])
+
+
+def test_a_confusion_matrix_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"2 labels has shape \(1, 2\)"):
+        calibration_figure([], [[1, 2]])
