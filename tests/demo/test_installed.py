@@ -149,7 +149,10 @@ def test_reading_stops_at_the_limit_in_an_order_of_its_own(tmp_path: Path, monke
 
 def test_descriptions_are_divided_at_headings_outside_fences(tmp_path: Path) -> None:
     long = "A sentence about the part that this section is for. " * 20
-    description = f"# First\n{long}\n\n```\n# not a heading\n```\n\nSecond\n======\n\n{long}!\n\n## Third\n\nShort.\n\n# Fourth\n{long}?"
+    description = (
+        f"# First\n{long}\n\n```\n# not a heading\n```\n\nSecond\n======\n\n{long}!\n\n"
+        f"## Third\n\nShort.\n\n# Fourth\n{long}?"
+    )
     texts = [d.text for d in _harvest(tmp_path, {}, description).documents]
     assert [t.split("\n")[0] for t in texts] == ["# First", "Second", "## Third"]
     assert "# not a heading" in texts[0]
