@@ -9,7 +9,7 @@ vector silently.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..accelerator import Accelerator
-from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, run, tokenise
+from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, Tokens, positions, run_finite, tokenise
 from .models import ResolvedModel, resolve_model
 from .text import NO_TOKENS, NON_FINITE, ZERO_VECTOR, screen
 
@@ -158,11 +158,15 @@ def _from_files(ref: str, resolved: ResolvedModel) -> EncoderSpec:
 
 
 def _load(path: Path, device: str) -> "SentenceTransformer":
+    from safetensors import SafetensorError
     from sentence_transformers import SentenceTransformer
 
     if not path.is_dir() or not (path / "config.json").is_file():
         raise ValueError(f"encoder {path}: not a SentenceTransformer or transformers directory (no config.json in it)")
-    model = SentenceTransformer(str(path), device=device, local_files_only=True, model_kwargs={"dtype": "float32"})
+    try:
+        model = SentenceTransformer(str(path), device=device, local_files_only=True, model_kwargs={"dtype": "float32"})
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"encoder {path}: its files cannot be loaded ({error}); fetch the model again") from error
     if model.transformers_model is None:
         raise ValueError(f"encoder {path}: its first module is no transformer, so prefix and length mean nothing")
     return model.eval()
@@ -233,15 +237,9 @@ class Encoder:
                 f"encoder {spec.ref!r}: vectors of dimension {model.get_embedding_dimension()}, "
                 f"the registry says {spec.dimension}: not the model of that name"
             )
-        config = model.transformers_model.config if model.transformers_model is not None else None
-        positions = getattr(config, "max_position_embeddings", None)
-        if config is not None and positions is not None and "roberta" in config.model_type:
-            # RoBERTa-like models number positions from the padding id on
-            positions -= (config.pad_token_id or 0) + 1
-        if positions is not None and spec.max_length > positions:
-            raise ValueError(
-                f"encoder {spec.ref!r}: max_length {spec.max_length}, but the model has {positions} positions"
-            )
+        limit = positions(model.config)
+        if limit is not None and spec.max_length > limit:
+            raise ValueError(f"encoder {spec.ref!r}: max_length {spec.max_length}, but the model has {limit} positions")
 
     def encode(self, texts: Sequence[str | None]) -> EncodedBatch:
         """Unit vectors of the texts; the same texts in the same call give the same bits."""
@@ -252,25 +250,15 @@ class Encoder:
         for i in np.flatnonzero(tokens.lengths <= self._prefix_tokens):
             reasons[rows[i]] = NO_TOKENS
         raw = np.zeros((len(rows), self.spec.dimension), dtype=np.float32)
-        sizes = run(
+        sizes, bad = run_finite(
             tokens.lengths,
             textual,
             self.batch_tokens,
             lambda batch: self._forward(self._model, tokens.padded(self._model.tokenizer, batch, self._device)),
+            None if self.accelerator.dtype == "float32" else self._forward_exactly(tokens),
             raw,
+            notes,
         )
-        bad = textual[~np.isfinite(raw[textual]).all(axis=1)]
-        if bad.size and self.accelerator.dtype != "float32":
-            notes["retried_in_float32"] += int(bad.size)
-            exact = self._exact_model()
-            sizes += run(
-                tokens.lengths,
-                bad,
-                self.batch_tokens,
-                lambda batch: self._forward(exact, tokens.padded(exact.tokenizer, batch, self._device)),
-                raw,
-            )
-            bad = bad[~np.isfinite(raw[bad]).all(axis=1)]
         for i in bad:
             reasons[rows[i]] = NON_FINITE
         raw[bad] = 0
@@ -286,10 +274,13 @@ class Encoder:
     def _device(self) -> str:
         return self.accelerator.device
 
-    def _exact_model(self) -> "SentenceTransformer":
-        if self._exact is None:
-            self._exact = _load(self.spec.path, self.accelerator.device)
-        return self._exact
+    def _forward_exactly(self, tokens: Tokens) -> Callable[[np.ndarray], np.ndarray]:
+        def forward(batch: np.ndarray) -> np.ndarray:
+            if self._exact is None:
+                self._exact = _load(self.spec.path, self._device)
+            return self._forward(self._exact, tokens.padded(self._exact.tokenizer, batch, self._device))
+
+        return forward
 
     @staticmethod
     def _forward(model: "SentenceTransformer", features: dict[str, Any]) -> np.ndarray:

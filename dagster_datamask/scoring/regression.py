@@ -16,7 +16,7 @@ import numpy as np
 from ..accelerator import Accelerator
 from ..keyed import digest
 from .base import ScoredBatch
-from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, run, tokenise
+from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, positions, run_finite, tokenise
 from .encoders import Encoder
 from .models import content_revision, licence_of
 from .text import NO_TOKENS, NON_FINITE, screen
@@ -61,9 +61,9 @@ class TransformersRegressionScorer:
                 f"{self.path}: a model with {config.num_labels} outputs is a classifier, not a regression; "
                 "a quality score needs one output"
             )
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is not None and max_length > positions:
-            raise ValueError(f"{self.path}: max_length {max_length}, but the model has {positions} positions")
+        limit = positions(config)
+        if limit is not None and max_length > limit:
+            raise ValueError(f"{self.path}: max_length {max_length}, but the model has {limit} positions")
         self.max_length = max_length
         self.accelerator = accelerator
         self.batch_tokens = batch_tokens or (CUDA_BATCH_TOKENS if accelerator.is_cuda else CPU_BATCH_TOKENS)
@@ -74,11 +74,15 @@ class TransformersRegressionScorer:
 
     def _load(self, dtype: str) -> "PreTrainedModel":
         import torch
+        from safetensors import SafetensorError
         from transformers import AutoModelForSequenceClassification
 
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            self.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
+        try:
+            model, loading = AutoModelForSequenceClassification.from_pretrained(
+                self.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.path}: its weights cannot be loaded ({error}); fetch the model again") from error
         if loading["missing_keys"]:
             raise ValueError(
                 f"{self.path}: the weights lack {', '.join(sorted(loading['missing_keys']))}: "
@@ -110,13 +114,19 @@ class TransformersRegressionScorer:
                 output = model(**tokens.padded(self._tokenizer, batch, self.accelerator.device))
                 return output.logits[:, 0].double().cpu().numpy()
 
-        run(tokens.lengths, textual, self.batch_tokens, lambda b: forward_with(self._model, b), raw)
-        bad = textual[~np.isfinite(raw[textual])]
-        if bad.size and self.accelerator.dtype != "float32":
-            notes["retried_in_float32"] += int(bad.size)
-            self._exact = exact = self._exact or self._load("float32")
-            run(tokens.lengths, bad, self.batch_tokens, lambda b: forward_with(exact, b), raw)
-            bad = bad[~np.isfinite(raw[bad])]
+        def forward_exactly(batch: np.ndarray) -> np.ndarray:
+            self._exact = self._exact or self._load("float32")
+            return forward_with(self._exact, batch)
+
+        _, bad = run_finite(
+            tokens.lengths,
+            textual,
+            self.batch_tokens,
+            lambda batch: forward_with(self._model, batch),
+            None if self.accelerator.dtype == "float32" else forward_exactly,
+            raw,
+            notes,
+        )
         for i in bad:
             reasons[rows[i]] = NON_FINITE
         raw[bad] = np.nan

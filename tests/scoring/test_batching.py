@@ -3,8 +3,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BertConfig, XLMRobertaConfig
 
-from dagster_datamask.scoring.batching import OutOfMemory, pack, run
+from dagster_datamask.scoring.batching import OutOfMemory, pack, positions, run, tokenise
+from dagster_datamask.scoring.encoders import Encoder
 
 lengths_lists = st.lists(st.integers(1, 40), max_size=30)
 
@@ -70,6 +72,31 @@ def test_one_row_that_does_not_fit_and_other_errors() -> None:
 
     with pytest.raises(RuntimeError, match="shape mismatch"):
         run(np.array([7]), np.arange(1), 100, broken, np.zeros(1))
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from(["cell", "antidisestablishmentarianism", "a", "語", "é", "\n", "  ", "x,y"]), max_size=40
+        ),
+        max_size=4,
+    ),
+    st.integers(3, 9),
+)
+def test_the_head_of_a_text_gives_the_whole_texts_tokens(
+    encoder: Encoder, words: list[list[str]], max_length: int
+) -> None:
+    tokenizer = encoder._model.tokenizer
+    texts = [" ".join(text) for text in words]
+    tokens = tokenise(tokenizer, texts, max_length)
+    whole = [tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts]
+    assert [row["input_ids"] for row in tokens.rows] == whole
+    assert tokens.lengths.tolist() == [len(row) for row in whole]
+
+
+def test_positions_of_a_roberta_start_behind_the_padding_id() -> None:
+    assert positions(XLMRobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+    assert positions(BertConfig(max_position_embeddings=512)) == 512
 
 
 def test_no_rows() -> None:

@@ -154,6 +154,9 @@ def test_contradictions_stop_at_load(tiny: Path, cpu: Accelerator) -> None:
         Encoder(replace(spec, pooling="cls"), cpu)
     with pytest.raises(ValueError, match="dimension 16, the registry says 768"):
         Encoder(replace(spec, dimension=768), cpu)
+    (tiny / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"its files cannot be loaded .*fetch the model again"):
+        Encoder(spec, cpu)
     with pytest.raises(ValueError, match=r"no config\.json"):
         Encoder(replace(spec, path=tiny / "1_Pooling" / "none"), cpu)
 

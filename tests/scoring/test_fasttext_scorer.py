@@ -30,6 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fasttext.train_supervised(**options).save_model(str(folder / "three.bin"))
     fasttext.train_supervised(**options, loss="hs").save_model(str(folder / "softmax_tree.bin"))
     fasttext.train_supervised(**options, minn=3, maxn=4).save_model(str(folder / "subwords.bin"))
+    pruned = fasttext.train_supervised(**options, wordNgrams=2)
+    pruned.quantize(input=str(source), cutoff=300, qnorm=True, thread=1, verbose=0)
+    pruned.save_model(str(folder / "pruned.ftz"))
     fasttext.train_unsupervised(str(source), dim=4, minCount=1, thread=1, verbose=0, bucket=100).save_model(
         str(folder / "vectors.bin")
     )
@@ -123,13 +126,40 @@ def test_any_text_has_a_score_or_a_reason(folder: Path, texts: list[str | None])
 def test_what_is_no_classifier(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"none\.bin"):
         FastTextScorer(tmp_path / "none.bin", "hq")
-    (tmp_path / "junk.bin").write_bytes(b"junk")
+    (tmp_path / "junk.bin").write_bytes(b"junk and more")
     with pytest.raises(ValueError, match=r"junk\.bin: not a fastText model"):
+        FastTextScorer(tmp_path / "junk.bin", "hq")
+    (tmp_path / "junk.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"junk\.bin: an empty file"):
         FastTextScorer(tmp_path / "junk.bin", "hq")
     with pytest.raises(ValueError, match="unsupervised"):
         FastTextScorer(folder / "vectors.bin", "hq")
     with pytest.raises(ValueError, match="'none' is none of: dclm"):
         FastTextScorer(folder / "two.bin", "hq", normaliser="none")
+
+
+@pytest.mark.parametrize("name", ["two.bin", "two.ftz", "subwords.bin", "pruned.ftz"])
+def test_a_model_cut_short_is_told_and_not_loaded(folder: Path, tmp_path: Path, name: str) -> None:
+    raw = (folder / name).read_bytes()
+    cut = tmp_path / name
+    for size in (4, 9, 70, 95, 200, len(raw) // 3, len(raw) // 2, len(raw) - 20, len(raw) - 1):
+        cut.write_bytes(raw[:size])
+        with pytest.raises(ValueError, match=f"cut short at {size} bytes; fetch the model again"):
+            FastTextScorer(cut, "hq")
+    cut.write_bytes(raw)
+    assert FastTextScorer(cut, "hq" if name.startswith("two") else "a").labels
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["the", "qqq", "cheap", "</s>", "__label__hq", "\t", "\x00", "\u00a0", "é"]), max_size=6)
+)
+def test_known_tokens_are_fasttexts_own(folder: Path, tokens: list[str]) -> None:
+    model = fasttext.load_model(str(folder / "two.bin"))
+    words = model.get_line(" ".join(tokens).strip())[0]
+    known = any(word in model and word != "</s>" for word in words)
+    (reason,) = FastTextScorer(folder / "two.bin", "hq").score([" ".join(tokens)]).reasons
+    assert (reason is None) == known
 
 
 def test_description(folder: Path) -> None:

@@ -125,6 +125,13 @@ def test_what_is_no_regression_model(tmp_path: Path, minilm_path: Path, cpu: Acc
         TransformersRegressionScorer(bare, cpu, max_length=64)
 
 
+def test_weights_cut_short(edu: Path, cpu: Accelerator) -> None:
+    weights = edu / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"its weights cannot be loaded .*fetch the model again"):
+        TransformersRegressionScorer(edu, cpu, max_length=64)
+
+
 def test_description(edu: Path, cpu: Accelerator) -> None:
     told = TransformersRegressionScorer(edu, cpu, max_length=64).describe()
     assert told["max_length"] == 64 and told["revision"].startswith("blake2b:") and str(edu) not in str(told)
