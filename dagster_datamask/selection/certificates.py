@@ -194,8 +194,8 @@ def search_dots(pool: Pool, v: np.ndarray) -> np.ndarray:
 def _rough_error(pool: Pool, v: np.ndarray) -> float:
     """The most by which a score from `search_dots` can differ from the float64 one."""
     d = pool.vectors.shape[1]
-    # the entries of ẑ and of v are rounded to float32, then d products are summed in any order
-    share = _gamma(d + 6, _HALF_ULP_32)
+    # ẑ is scaled and, like v, rounded to float32, then d products are summed in any order
+    share = _gamma(d + 8, _HALF_ULP_32)
     # products below the smallest normal number are flushed
     flushed = d * 2.0**-120
     return 2.0 * pool.beta * (float(np.linalg.norm(v)) * share + flushed) + 1e-12

@@ -21,8 +21,9 @@ T = TypeVar("T")
 
 SCALES = ("minmax", "per_pool", "zscore", "raw")
 
-# rows that stay in cache while they are gathered, normalised and summed
+# rows that are summed in one go, and rows that stay in cache while they are gathered, normalised and summed
 _BLOCK = 128
+_CACHED = 64
 _SHOWN = 5
 # below this the scores of a "varying" direction are rounding noise
 _CONSTANT = 1e-12
@@ -115,15 +116,30 @@ class QualityDiversity:
         inverse_norms = np.empty(n)
 
         def normalise(start: int, stop: int) -> tuple[np.ndarray, int]:
-            stored = self.embeddings[order[start:stop]]
-            rows = stored.astype(np.float64)
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                inverse_norms[start:stop] = 1.0 / np.sqrt(np.einsum("ij,ij->i", rows, rows))
-                rows *= inverse_norms[start:stop, None]
-            vectors[start:stop] = rows
-            return rows.sum(axis=0), zlib.crc32(stored.data)
+            size = min(_CACHED, stop - start)
+            stored = np.empty((size, d), self.embeddings.dtype)
+            rows, total, crc = np.empty((size, d)), np.zeros(d), 0
+            for a in range(start, stop, _CACHED):
+                b = min(a + _CACHED, stop)
+                # indices are in range; "raise" would gather into a second buffer first
+                np.take(self.embeddings, order[a:b], axis=0, out=stored[: b - a], mode="clip")
+                crc = zlib.crc32(stored[: b - a].data, crc)
+                rows[: b - a] = stored[: b - a]
+                wide, narrow = rows[: b - a], vectors[a:b]
+                with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+                    inverse = 1.0 / np.sqrt(np.einsum("ij,ij->i", wide, wide))
+                    total += np.einsum("i,ij->j", inverse, wide)
+                    if stored.dtype == np.float64:
+                        # float32 may not hold what is stored, but always its direction
+                        wide *= inverse[:, None]
+                        narrow[:] = wide
+                    else:
+                        narrow[:] = wide
+                        narrow *= inverse.astype(np.float32)[:, None]
+                inverse_norms[a:b] = inverse
+            return total, crc
 
-        parts = map_blocks(normalise, n)
+        parts = map_blocks(normalise, n, block=16 * _CACHED)
         # a NaN or an infinity gives NaN or 0 here, a zero vector infinity
         self._check_vectors(ids, np.sort(order[~(np.isfinite(inverse_norms) & (inverse_norms > 0))]))
         total = np.zeros(d)
