@@ -9,6 +9,7 @@ from dagster_datamask.assets import documents, globals, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.jobs import JOBS
 from dagster_datamask.resources.accelerator import AcceleratorResource
+from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_shards import build_new_shards
@@ -44,6 +45,7 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
             "models": ModelsResource.from_settings(settings),
             **resources,
         },
+        loggers={"console": console},
         # one process a run: models and libraries load once, and a step costs no process start
         executor=dg.in_process_executor,
     )

@@ -5,6 +5,7 @@ row counts, schema, figures and blocking checks.
 """
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,6 @@ class StageAsset:
     def build(self, settings: Settings) -> dg.AssetsDefinition:
         stage, compute = self.stage, self.compute
         partitions = cc_snapshot if stage.partitioned else None
-        names = _EVERY_ASSET + CHECKS.get(stage.name, ())
 
         @dg.asset(
             name=stage.name,
@@ -64,10 +64,7 @@ class StageAsset:
             owners=["team:datamask"],
             kinds={"torch"} if stage.on_accelerator else {"parquet"},
             pool="gpu" if stage.on_accelerator else None,
-            check_specs=[
-                dg.AssetCheckSpec(name, asset=stage.name, blocking=blocking, partitions_def=partitions)
-                for name, blocking in names
-            ],
+            check_specs=_check_specs(stage),
         )
         def asset(
             context: dg.AssetExecutionContext,
@@ -88,6 +85,18 @@ class StageAsset:
             yield from _results(stage, run, outcome, experiment, time.monotonic() - started)
 
         return asset
+
+
+def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:
+    with warnings.catch_warnings():
+        # partitioned checks are a preview; without them a check does not say which snapshot it is about
+        warnings.simplefilter("ignore", dg.PreviewWarning)
+        return [
+            dg.AssetCheckSpec(
+                name, asset=stage.name, blocking=blocking, partitions_def=cc_snapshot if stage.partitioned else None
+            )
+            for name, blocking in _EVERY_ASSET + CHECKS.get(stage.name, ())
+        ]
 
 
 def stage_asset(name: str) -> Callable[[Compute], StageAsset]:

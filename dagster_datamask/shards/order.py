@@ -52,15 +52,20 @@ def cut(batches: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], count: i
     """
     if count == 0:
         return Cut(0, 0, 0)
-    value, inside = _select(lambda: (values for values, _ in batches()), count)
-    tie, left = _select(lambda: (ties[values == np.uint64(value)] for values, ties in batches()), count - inside)
+    value, inside = _nth(lambda: (values for values, _ in batches()), count)
+    tie, left = _nth(lambda: (ties[values == np.uint64(value)] for values, ties in batches()), count - inside)
     same = sum(int(((v == np.uint64(value)) & (t == np.uint64(tie))).sum()) for v, t in batches())
     if count - inside - left != same:
         raise ValueError(f"{same} documents share one value and one tie hash at the cut; their ids are not distinct")
     return Cut(value, tie, count)
 
 
-def _select(batches: Callable[[], Iterable[np.ndarray]], count: int) -> tuple[int, int]:
+def nth_smallest(batches: Callable[[], Iterable[np.ndarray]], n: int) -> int:
+    """The n-th smallest (from 1) uint64 of all batches, equal ones counted."""
+    return _nth(batches, n)[0]
+
+
+def _nth(batches: Callable[[], Iterable[np.ndarray]], count: int) -> tuple[int, int]:
     """(the `count`-th smallest uint64 of all batches, how many are smaller than it)."""
     prefix = 0
     smaller = 0

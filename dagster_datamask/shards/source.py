@@ -132,7 +132,7 @@ class Source:
                 for g in range(meta.num_row_groups)
                 for column in (meta.row_group(g).column(c) for c in range(meta.num_columns))
             ]
-            return meta.num_rows, digest(meta.num_rows, repr(groups), str(meta.schema), size=8).hex()
+            return meta.num_rows, digest(meta.num_rows, repr(groups), parquet.schema_arrow.to_string(), size=8).hex()
 
     def batches(self, shard: Shard, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
         """Record batches of at most `rows` rows, in order; columns the shard lacks are left out.

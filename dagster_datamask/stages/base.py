@@ -257,7 +257,6 @@ class Outcome:
     counts: dict[str, int]
     facts: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, bytes] = field(default_factory=dict)
-    tables: dict[str, str] = field(default_factory=dict)
     checks: tuple[Check, ...] = ()
 
 
@@ -322,11 +321,13 @@ def finish(
     *,
     facts: Mapping[str, Any],
     expected_rows: int,
-    figures: Mapping[str, bytes] | None = None,
-    tables: Mapping[str, str] | None = None,
+    figures: Callable[[Published], Mapping[str, bytes]] = lambda published: {},
     checks: Sequence[Check] = (),
 ) -> Outcome:
-    """Check that every row is accounted for, publish if all blocking checks pass, and sum up."""
+    """Check that every row is accounted for, publish if all blocking checks pass, and sum up.
+
+    Figures are drawn from what was published.
+    """
     counts: dict[str, int] = {}
     for record in records:
         for reason, rows in record.counts.items():
@@ -340,12 +341,12 @@ def finish(
     )
     every = (accounted, *checks)
     blocked = any(check.blocking and not check.passed for check in every)
+    published = None if blocked else generation.publish(records, ext, facts)
     return Outcome(
-        published=None if blocked else generation.publish(records, ext, facts),
+        published=published,
         rows_in=rows_in,
         counts=dict(sorted(counts.items())),
         facts=dict(facts),
-        figures=dict(figures or {}),
-        tables=dict(tables or {}),
+        figures=dict(figures(published)) if published else {},
         checks=every,
     )

@@ -83,9 +83,9 @@ def quality_calibration(run: Run, source: Source) -> Outcome:
             "",
             facts={**asdict(constants), "snapshots": sorted({snapshot for snapshot, _, _ in picked})},
             expected_rows=record.rows,
-            figures={
+            figures=lambda published: {
                 "quality of the sample": quality_histogram(
-                    integer_histogram(quality.drop_null().to_numpy()), "Quality of the calibration sample"
+                    integer_histogram(quality.drop_null().to_numpy()).tolist(), "Quality of the calibration sample"
                 )
             },
         )
@@ -227,7 +227,7 @@ def kmeans_centroids(run: Run) -> Outcome:
                 "encoder": spec.describe(),
             },
             expected_rows=record.rows_in,
-            figures={"cluster sizes in the sample": cluster_sizes_figure(sizes.tolist())},
+            figures=lambda published: {"cluster sizes in the sample": cluster_sizes_figure(sizes.tolist())},
         )
 
 

@@ -74,12 +74,19 @@ def quality_classifiers(run: Run) -> Outcome:
             "",
             facts=facts,
             expected_rows=sum(record.rows_in for record in records),
-            figures={
-                f"{part}: held-out rows": calibration_figure(fact["report"], _title(part, fact))
+            figures=lambda published: {
+                f"{part}: held-out rows": _held_out_figure(part, fact)
                 for part, fact in facts.items()
                 if "report" in fact
             },
         )
+
+
+def _held_out_figure(part: str, fact: Mapping[str, Any]) -> bytes:
+    report = fact["report"]
+    model = "demo model" if fact["demo_model"] else "trained here"
+    auc = "" if report["auc"] is None else f", AUC {report['auc']:.3f}"
+    return calibration_figure(report["calibration"], report["confusion"], title=f"{part} ({model}) on held-out rows{auc}")
 
 
 def classifier_inputs(settings: Settings, accelerator: Accelerator) -> dict[str, str]:
@@ -92,10 +99,6 @@ def classifier_inputs(settings: Settings, accelerator: Accelerator) -> dict[str,
     if settings.profile == "demo":
         inputs["profile"] = "demo"
     return inputs
-
-
-def _title(part: str, fact: Mapping[str, Any]) -> str:
-    return f"{part} {'demo model' if fact['demo_model'] else 'model'}, held-out rows"
 
 
 def _source_of(settings: Settings, part: str) -> dict[str, Any]:

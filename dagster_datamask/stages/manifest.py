@@ -4,7 +4,8 @@ The manifest joins every side file by doc_id and refuses to be written from part
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dagster_datamask import __version__
+from dagster_datamask.reporting.figures import quality_diversity_figure
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
@@ -23,7 +25,7 @@ from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs, scorer_identity
-from dagster_datamask.stages.scores import SIDE_ROWS
+from dagster_datamask.stages.scores import QUALITY_BINS, SIDE_ROWS, integer_histogram
 
 STRATEGY = "datamask"
 SIDECAR = "manifest.json"
@@ -105,7 +107,15 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             True,
             {"kept": counts["kept"], "budget": facts["budget"], "short_by": facts["short_by"]},
         )
-        return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows, checks=(same, kept))
+        return finish(
+            generation,
+            records,
+            ".parquet",
+            facts=facts,
+            expected_rows=raw.rows,
+            figures=lambda published: {"what the mask keeps": mask_figure(published)},
+            checks=(same, kept),
+        )
 
 
 _SCORES = ("dclm_scores", "edu_scores", "wiki_scores")
@@ -193,15 +203,39 @@ def _selection_facts(masks: Published) -> dict[str, Any]:
     }
 
 
-def _tokens_kept(folder: Any, raw: Published) -> int | None:
+def _tokens_kept(folder: Path, raw: Published) -> int | None:
+    """GPT-2 tokens of the kept rows, None where the source does not tell one's."""
     total = 0
-    for shard in raw.shards:
-        for table in read_batches(folder / f"{shard}.parquet", ["decision", "token_count"], SIDE_ROWS):
-            kept = table["token_count"].filter(pc.equal(table["decision"], "kept"))
-            if kept.null_count:
-                return None
-            total += pc.sum(kept).as_py() or 0
+    for table in _batches(folder, raw.shards, ["decision", "token_count"]):
+        kept = table["token_count"].filter(pc.equal(table["decision"], "kept"))
+        if kept.null_count:
+            return None
+        total += pc.sum(kept).as_py() or 0
     return total
+
+
+def mask_figure(published: Published) -> bytes:
+    """Quality of the documents that could be chosen and of those that were, and the kept share of each cluster."""
+    by_quality = np.zeros((2, QUALITY_BINS), dtype=np.int64)
+    by_cluster: list[Counter[int]] = [Counter(), Counter()]
+    for table in _batches(published.folder, published.shards, ["decision", "quality", "cluster"]):
+        for k, decisions in enumerate((["kept", "not_selected"], ["kept"])):
+            rows = table.filter(pc.is_in(table["decision"], value_set=pa.array(decisions)))
+            by_quality[k] += integer_histogram(rows["quality"].to_numpy())
+            by_cluster[k].update(rows["cluster"].to_pylist())
+    clusters = sorted(by_cluster[0])
+    return quality_diversity_figure(
+        by_quality[0].tolist(),
+        by_quality[1].tolist(),
+        [by_cluster[0][c] for c in clusters],
+        [by_cluster[1][c] for c in clusters],
+        f"{published.snapshot}: {published.facts['kept']:,} of {published.rows:,} documents kept",
+    )
+
+
+def _batches(folder: Path, shards: Sequence[str], columns: list[str]) -> Iterator[pa.Table]:
+    for shard in shards:
+        yield from read_batches(folder / f"{shard}.parquet", columns, SIDE_ROWS)
 
 
 def _sidecar(

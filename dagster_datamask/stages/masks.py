@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dagster_datamask.reporting.figures import quality_diversity_figure, trajectory_figure
+from dagster_datamask.reporting.figures import trajectory_figure
 from dagster_datamask.selection.budgets import largest_remainder, parse_budget
 from dagster_datamask.selection.certificates import uniform_value
 from dagster_datamask.selection.objectives import QualityDiversity
@@ -31,7 +31,6 @@ from dagster_datamask.shards.writer import table_file, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.classifiers import precision
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
-from dagster_datamask.stages.scores import integer_histogram
 
 _RESULT = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *MASKS])
 _POINTS_IN_FIGURE = 200
@@ -96,7 +95,7 @@ def datamask_masks(run: Run, snapshot: str) -> Outcome:
             ".parquet",
             facts=facts,
             expected_rows=sum(splits.sizes),
-            figures=_figures(select, facts, snapshot),
+            figures=mask_figures,
             checks=(exact, certified),
         )
 
@@ -249,16 +248,14 @@ def _solve_split(
         ).sort_by([("shard", "ascending"), ("ordinal", "ascending")])
     with table_file(result, _RESULT) as writer:
         writer.write(rows)
-    write_json(facts, _split_facts(split, chosen, beside, quality, selected))
+    write_json(facts, _split_facts(split, len(ids), chosen, beside))
 
 
-def _split_facts(
-    split: int, chosen: Selection, beside: Selection | None, quality: np.ndarray, selected: np.ndarray
-) -> dict[str, Any]:
+def _split_facts(split: int, documents: int, chosen: Selection, beside: Selection | None) -> dict[str, Any]:
     """What is published of a solved split: values, certificate, trajectories; no times."""
     facts: dict[str, Any] = {
         "split": split,
-        "documents": len(quality),
+        "documents": documents,
         "kept": len(chosen.indices),
         "value": chosen.value,
         "quality": chosen.quality,
@@ -268,8 +265,6 @@ def _split_facts(
         "mean_vector": chosen.mean_vector.tolist(),
         "passes": chosen.passes,
         "trajectories": {chosen.solver: _points(chosen)},
-        "pool_quality": _histogram(quality),
-        "kept_quality": _histogram(quality[selected]),
     }
     if beside is not None:
         facts["beside"] = {
@@ -294,11 +289,6 @@ def _points(selection: Selection) -> list[dict[str, Any]]:
         for k, point in enumerate(selection.trajectory)
         if k % every == 0 or k == len(selection.trajectory) - 1
     ]
-
-
-def _histogram(quality: np.ndarray) -> list[int]:
-    counts: list[int] = integer_histogram(quality).tolist()
-    return counts
 
 
 def _write_masks(
@@ -351,8 +341,6 @@ def _facts(
         "seed": select.seed,
         "trajectories": splits[0]["trajectories"],
         "beside": splits[0].get("beside"),
-        "pool_quality": np.sum([split["pool_quality"] for split in splits], axis=0).tolist(),
-        "kept_quality": np.sum([split["kept_quality"] for split in splits], axis=0).tolist(),
     }
     if len(splits) == 1:
         return facts | {
@@ -440,20 +428,19 @@ class _Sums:
         return uniform_value(self._total / self._rows, self._rows, size, lam * quality, 1 - lam)
 
 
-def _figures(select: SelectSettings, facts: dict[str, Any], snapshot: str) -> dict[str, bytes]:
+def mask_figures(published: Published) -> dict[str, bytes]:
+    """The optimisation trajectory with the bound drawn in; of the first split where there are several."""
+    facts = published.facts
+    if not any(facts["trajectories"].values()):
+        return {}
     certificate = facts["certificate"]
-    figures = {
-        "quality of the pool and of what is kept": quality_diversity_figure(
-            facts["pool_quality"], facts["kept_quality"], f"{snapshot}: quality before and after"
-        )
-    }
-    if any(facts["trajectories"].values()):
-        one_pool = facts["splits"] == 1
-        figures["optimisation trajectory and the bound"] = trajectory_figure(
+    one_pool = facts["splits"] == 1
+    title = f"{published.snapshot}: lambda {facts['lambda']:g}, {facts['kept']:,} of {facts['n']:,} documents"
+    return {
+        "optimisation trajectory and the bound": trajectory_figure(
             facts["trajectories"],
             certificate["upper_bound"] if one_pool else None,
-            certificate.get("baseline") if one_pool else None,
-            f"{snapshot}: lambda {select.lambda_:g}, {facts['kept']:,} of {facts['n']:,} documents"
-            + ("" if one_pool else ", first split"),
+            certificate["baseline"] if one_pool else None,
+            title if one_pool else f"{title}, first split",
         )
-    return figures
+    }

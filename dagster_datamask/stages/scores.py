@@ -26,6 +26,7 @@ from dagster_datamask.stages.classifiers import open_scorer, scorer_identity
 
 # side files hold ids and numbers, so far more rows than of text fit one batch
 SIDE_ROWS = 65_536
+QUALITY_BINS = 16
 _KEYS = np.dtype([("value", "<u8"), ("tie", "<u8")])
 
 
@@ -119,7 +120,7 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
             total_rows=raw.rows,
             progress=run.progress(stage, snapshot),
         )
-        histogram = np.zeros(16, dtype=np.int64)
+        histogram = np.zeros(QUALITY_BINS, dtype=np.int64)
         total = 0.0
         for shard in raw.shards:
             for batch in read_batches(generation.folder / f"{shard}.parquet", ["score"], SIDE_ROWS):
@@ -133,13 +134,15 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
             ".parquet",
             facts={"mean": total / scored if scored else None, "histogram": histogram.tolist()},
             expected_rows=raw.rows,
-            figures={"quality by integer score": quality_histogram(histogram.tolist(), f"Quality of {snapshot}")},
+            figures=lambda published: {
+                "quality by integer score": quality_histogram(histogram.tolist(), f"Quality of {snapshot}")
+            },
         )
 
 
 def integer_histogram(quality: np.ndarray) -> np.ndarray:
     """int64[16]: documents by rounded quality 0..15 (halves to even), the paper's Table 7."""
-    return np.bincount(np.rint(quality).astype(np.int64), minlength=16)
+    return np.bincount(np.rint(quality).astype(np.int64), minlength=QUALITY_BINS)
 
 
 def pruned_documents(run: Run, snapshot: str) -> Outcome:

@@ -1,0 +1,60 @@
+# Every target does its own set-up in .venv; nothing has to be installed first but Python 3.11–3.13 and make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+E2E_STAMP := $(VENV)/.installed-e2e
+SOURCE ?= docs
+export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: help demo dev test test-slow lint bench e2e clean
+
+help:
+	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
+	@echo "make dev             the Dagster UI on http://127.0.0.1:3000"
+	@echo "make test            the tests; test-slow and e2e are the long ones"
+	@echo "make lint bench      style and types; measurements"
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+$(E2E_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,e2e]'
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
+	  || { echo "installing Chromium for the browser tests"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	@touch $@
+
+$(DAGSTER_HOME)/dagster.yaml: dagster_datamask/dagster.yaml
+	@mkdir -p $(DAGSTER_HOME)
+	@cp $< $@
+
+demo: $(STAMP) $(DAGSTER_HOME)/dagster.yaml
+	$(BIN)/datamask demo --source $(SOURCE)
+
+dev: $(STAMP) $(DAGSTER_HOME)/dagster.yaml
+	@grep -q '^url *= *"\.demo/source"' datamask.toml && $(BIN)/datamask demo --export-only || true
+	$(BIN)/dagster dev -w workspace.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+e2e: $(E2E_STAMP)
+	$(BIN)/python -m pytest -m e2e
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.selection --json .benchmarks/selection.json
+
+clean:
+	rm -rf .demo .dagster_home .benchmarks

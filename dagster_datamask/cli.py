@@ -1,0 +1,324 @@
+"""The `datamask` command. Results go to stdout (`--json`: one object), everything else to stderr.
+
+Each command reads settings, calls one function and prints; exit code 2 for input that cannot be worked with, in one
+line, and 1 for runs that failed.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dagster_datamask.accelerator import AcceleratorUnavailable, resolve
+from dagster_datamask.settings import Settings, SettingsError, load_settings
+
+app = typer.Typer(
+    name="datamask",
+    help="Select pre-training data by quality and diversity, with a certificate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+Config = Annotated[Path | None, typer.Option(help="Settings file; default $DATAMASK_CONFIG or ./datamask.toml.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: --set select.lambda=0.3")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+def main() -> None:
+    """Entry point of the command."""
+    # a fork after torch has started threads is Hugging Face's to warn about, and there is none here
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", category=UserWarning, module="dagster")
+    app()
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn errors of input into one line on stderr and exit code 2."""
+    from dagster_datamask.demo.layout import ExportError
+    from dagster_datamask.scoring.models import ModelUnavailable
+    from dagster_datamask.shards.generations import NotPublished
+    from dagster_datamask.shards.schemas import InconsistentFiles
+
+    wrong = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable, ExportError)
+    try:
+        yield
+    except (*wrong, OSError) as error:
+        _err.print(f"datamask: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        raise typer.Exit(2) from error
+
+
+def _settings(config: Path | None, overrides: list[str] | None, **given: str | None) -> Settings:
+    named = [f"{key.replace('__', '.')}={value}" for key, value in given.items() if value is not None]
+    return load_settings(config, [*(overrides or []), *named])
+
+
+def _print(result: dict[str, Any], as_json: bool, show: Callable[[], None]) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(result, allow_nan=False) + "\n")
+    else:
+        show()
+
+
+@app.command()
+def run(
+    source: Annotated[str | None, typer.Option(help="Folder or URL with data/<snapshot>/*.parquet.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder for the results.")] = None,
+    snapshots: Annotated[str, typer.Option(help="Snapshots, separated by commas; default all.")] = "",
+    limit: Annotated[int | None, typer.Option(help="Keep this many documents in all, by keyed hash.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and what it costs.")] = False,
+    config: Config = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Materialise snapshots through Dagster, without the UI; the runs appear there all the same."""
+    with _one_line_errors():
+        settings = _settings(config, set_, source__url=source, storage__root=root)
+        result = _run(settings, [s.strip() for s in snapshots.split(",") if s.strip()], limit, dry_run)
+    _print(result, as_json, lambda: _show_run(result, dry_run))
+    if not dry_run and any(not r["success"] for r in result["runs"]):
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> dict[str, Any]:
+    import dagster as dg
+
+    from dagster_datamask import running
+    from dagster_datamask.resources.storage import StorageResource
+    from dagster_datamask.shards.source import Source
+
+    source = Source(settings.source.url)
+    snapshots = running.chosen_snapshots(source, asked)
+    if dry:
+        return running.dry_run(settings, source, snapshots)
+    store = StorageResource.from_settings(settings).store()
+    if limit is not None:
+        settings = running.limited(settings, source, snapshots, limit)
+    home = running.dagster_home()
+
+    def told(done: running.SnapshotRun) -> None:
+        if done.success:
+            _err.print(f"{done.name}: done in {sum(done.seconds.values()):.1f} s", style="green", highlight=False)
+        else:
+            _err.print(f"{done.name} failed: {done.failure}", style="red", highlight=False, markup=False)
+
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        runs = running.materialise(settings, snapshots, instance, told)
+    return {
+        "root": str(store.root),
+        "runs": [
+            {"name": r.name, "run_id": r.run_id, "success": r.success, "failure": r.failure, "seconds": r.seconds}
+            for r in runs
+        ],
+        "snapshots": running.summary(store, snapshots),
+    }
+
+
+def _show_run(result: dict[str, Any], dry: bool) -> None:
+    from dagster_datamask.reporting.tables import human, summary_table
+
+    if dry:
+        _out.print_json(json.dumps(result))
+        return
+    rows = [{"readable": row["readable_rows"], **row} for row in result["snapshots"]]
+    if rows:
+        _out.print(summary_table(rows))
+        kept = sum(row["kept"] for row in rows)
+        _out.print(f"{human(kept)} documents kept; results under {result['root']}/fineweb_mask", soft_wrap=True)
+
+
+@app.command()
+def demo(
+    source: Annotated[
+        str, typer.Option(help="docs: documentation installed with this project; hf: a piece of FineWeb from the hub.")
+    ] = "docs",
+    folder: Annotated[Path, typer.Option(help="Where the demo's documents and results go.")] = Path(".demo"),
+    export_only: Annotated[bool, typer.Option("--export-only", help="Write the documents and stop.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The main job on real text, with models that need no hub: documents, scores, mask, manifest, report."""
+    from dagster_datamask.demo.corpus import export_corpus
+    from dagster_datamask.demo.hub import export_fineweb_sample
+
+    with _one_line_errors():
+        if source not in ("docs", "hf"):
+            raise SettingsError(f"--source {source!r} is none of: docs, hf")
+        folder = folder.resolve()
+        _err.print("writing the demo's documents from what is installed ...", highlight=False)
+        corpus = export_corpus(folder / "source")
+        given = ["profile=demo", f"source.url={folder / 'source'}", f"storage.root={folder / 'root'}"]
+        given += [
+            f"score.{part}_labels={folder / 'source' / 'labels' / part}.parquet" for part in ("dclm", "wiki", "edu")
+        ]
+        if source == "hf":
+            corpus = export_fineweb_sample(folder / "fineweb")
+            given += [f"source.url={folder / 'fineweb'}", f"storage.root={folder / 'root_fineweb'}"]
+            given += ["models.encoder=intfloat/e5-base-v2"]
+        _err.print(f"{corpus.documents:,} documents in {len(corpus.rows)} snapshots", highlight=False)
+        if export_only:
+            return
+        settings = load_settings(_demo_config(folder), given, env={})
+        result = _run(settings, [], None, False)
+        result["report"] = str(_write_report(folder, settings, result))
+    _print(result, as_json, lambda: _show_demo(result))
+    if any(not r["success"] for r in result["runs"]):
+        raise typer.Exit(1)
+
+
+def _demo_config(folder: Path) -> Path | None:
+    """The project's own datamask.toml where the demo runs in it, so that the UI shows what the demo made."""
+    beside = folder.parent / "datamask.toml"
+    return beside if beside.exists() else None
+
+
+def _write_report(folder: Path, settings: Settings, result: dict[str, Any]) -> Path:
+    from dagster_datamask.reporting.html import self_contained_page
+    from dagster_datamask.shards.generations import Store
+    from dagster_datamask.shards.writer import atomic
+    from dagster_datamask.stages.report import sections
+
+    path = folder / "report.html"
+    names = [row["snapshot"] for row in result["snapshots"]]
+    page = self_contained_page("What DataMask kept", sections(Store(Path(settings.storage.root)), names))
+    with atomic(path) as temp:
+        temp.write_text(page, "utf-8")
+    return path
+
+
+def _show_demo(result: dict[str, Any]) -> None:
+    _show_run(result, False)
+    _out.print(f"figures: {result['report']}", soft_wrap=True, highlight=False)
+    _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)
+
+
+@app.command()
+def solve(
+    documents: Annotated[Path, typer.Argument(help="Parquet or Arrow file: id, score, embedding.")],
+    budget: Annotated[str, typer.Option(help="'10%' of the documents, or a number of them.")] = "10%",
+    lam: Annotated[float, typer.Option("--lambda", help="Weight of quality; 1 - lambda is diversity's.")] = 0.5,
+    objective: Annotated[str, typer.Option(help="Diversity term: pws, pair-wise similarity.")] = "pws",
+    solver: Annotated[str, typer.Option(help="certified | policy_gradient | top_k | random")] = "certified",
+    scale: Annotated[str, typer.Option(help="Scale of quality: per_pool | zscore | raw")] = "per_pool",
+    out: Annotated[Path | None, typer.Option(help="Where the mask goes (.parquet).")] = None,
+    columns: Annotated[str, typer.Option(help="Other names: id=doc_id,score=quality,embedding=vector")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
+    steps: Annotated[int, typer.Option(help="Policy-gradient steps.")] = 10_000,
+    group: Annotated[int, typer.Option(help="Masks a step.")] = 128,
+    lr: Annotated[float, typer.Option(help="Step of the logits.")] = 10.0,
+    batch: Annotated[float, typer.Option(help="Share of the pool in a step.")] = 0.05,
+    gradient: Annotated[str, typer.Option(help="independent | ordered")] = "independent",
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda:i")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Select from one file of ids, scores and embeddings, and certify the choice."""
+    from dagster_datamask.selection.files import solve_file
+    from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
+
+    with _one_line_errors():
+        if objective != "pws":
+            raise SettingsError(f"--objective {objective!r}: there is pws (pair-wise similarity)")
+        names = dict(_pair(item) for item in columns.split(",") if item)
+        options = None
+        if solver == "policy_gradient":
+            if gradient not in ("independent", "ordered"):
+                raise SettingsError(f"--gradient {gradient!r} is none of: independent, ordered")
+            options = PolicyGradientOptions(group=group, lr=lr, steps=steps, batch=batch, gradient=gradient)
+        with _progress(f"{solver}") as progress:
+            result = solve_file(
+                documents,
+                out,
+                budget=budget,
+                lam=lam,
+                solver=solver,
+                scale=scale,
+                seed=seed,
+                columns=names,
+                accelerator=resolve(device),
+                progress=progress,
+                options=options,
+            )
+    _print(result, as_json, lambda: _show_facts(result))
+
+
+def _pair(item: str) -> tuple[str, str]:
+    name, sign, value = item.partition("=")
+    if not sign:
+        raise SettingsError(f"--columns {item!r} is not of the form id=name")
+    return name.strip(), value.strip()
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=_err
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+
+        def progress(step: int, steps: int, entry: dict[str, Any]) -> None:
+            bar.update(task, completed=step, total=steps, description=f"{what} {entry['value']:.6f}")
+
+        yield progress
+
+
+def _show_facts(facts: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        if value is not None and not isinstance(value, dict):
+            table.add_row(name, f"{value:,.9g}" if isinstance(value, float) else str(value))
+    _out.print(table)
+
+
+@app.command()
+def doctor(config: Config = None, set_: Set = None, as_json: Json = False) -> None:
+    """What is installed, which device, which models and which documents can be reached."""
+    from dagster_datamask.doctor import examine
+
+    with _one_line_errors():
+        result = examine(_settings(config, set_))
+    _print(result, as_json, lambda: _show_doctor(result))
+
+
+def _show_doctor(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("what", "state", "", title="datamask doctor", title_justify="left")
+    for row in result["checks"]:
+        style = {"ok": "green", "missing": "red", "note": "yellow"}[row["state"]]
+        table.add_row(row["what"], f"[{style}]{row['state']}[/{style}]", row["detail"])
+    _out.print(table)
+
+
+@app.command()
+def gc(
+    keep: Annotated[int, typer.Option(help="Generations to keep of each asset and snapshot.")] = 2,
+    root: Annotated[str | None, typer.Option(help="Folder of the results.")] = None,
+    config: Config = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Remove old generations; what is published, or was made use of, stays."""
+    from dagster_datamask.resources.storage import StorageResource
+
+    with _one_line_errors():
+        store = StorageResource.from_settings(_settings(config, set_, storage__root=root)).store()
+        removed = store.gc(keep)
+    result = {"removed": [path for path, _ in removed], "bytes": sum(size for _, size in removed)}
+    _print(result, as_json, lambda: _out.print(f"{len(removed)} generations removed, {result['bytes']:,} bytes freed"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Materialising without the UI: the same definitions, instance and jobs, driven from a process.
+
+Belongs here: the instance's home, planning (`--limit`, `--dry-run`), and running snapshots one after another. What the
+command line looks like is `cli`'s.
+"""
+
+import importlib.resources
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import numpy as np
+
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.jobs import fit_global, full
+from dagster_datamask.keyed import hash64
+from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.scoring.encoders import ENCODERS
+from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.generations import Published, Store
+from dagster_datamask.shards.identity import base_ids
+from dagster_datamask.shards.order import nth_smallest
+from dagster_datamask.shards.source import Source
+from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.freshness import unfitted
+from dagster_datamask.stages.ingest import LIMIT_PURPOSE
+
+_ID_ROWS = 65_536
+# The dry run's yardstick, stated in its output: bf16 forward passes at 40 % of an A100's 312 TFLOP/s
+GPU_FLOPS = 0.4 * 312e12
+# the paper's own figure for the policy gradient: 30 to 60 minutes for a split of one million
+_GRADIENT_HOURS_PER_DOCUMENT = 0.75 / 1e6
+
+
+def dagster_home() -> Path:
+    """$DAGSTER_HOME, else ./.dagster_home; made with the project's dagster.yaml where it has none."""
+    home = Path(os.environ.get("DAGSTER_HOME") or ".dagster_home").resolve()
+    home.mkdir(parents=True, exist_ok=True)
+    if not (home / "dagster.yaml").exists():
+        with importlib.resources.as_file(importlib.resources.files("dagster_datamask") / "dagster.yaml") as packaged:
+            shutil.copyfile(packaged, home / "dagster.yaml")
+    os.environ["DAGSTER_HOME"] = str(home)
+    return home
+
+
+@dataclass
+class SnapshotRun:
+    """What became of one job run: success, or the failed step's message."""
+
+    name: str
+    run_id: str
+    success: bool
+    failure: str | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def chosen_snapshots(source: Source, asked: Sequence[str]) -> list[str]:
+    """`asked`, each proved to have shards, or all snapshots of the source. Raises SourceError."""
+    snapshots = list(asked) or source.snapshots()
+    for snapshot in snapshots:
+        source.shards(snapshot)
+    return snapshots
+
+
+def materialise(
+    settings: Settings,
+    snapshots: Sequence[str],
+    instance: dg.DagsterInstance,
+    told: Callable[[SnapshotRun], None] = lambda run: None,
+) -> list[SnapshotRun]:
+    """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others."""
+    defs = build_definitions(settings)
+    store = Store(Path(settings.storage.root))
+    runs: list[SnapshotRun] = []
+    if unfitted(store, settings):
+        runs.append(_execute(defs, fit_global.name, None, instance))
+        told(runs[-1])
+        if not runs[-1].success:
+            return runs
+    missing = [key for key in snapshots if key not in instance.get_dynamic_partitions(cc_snapshot.name or "")]
+    instance.add_dynamic_partitions(cc_snapshot.name or "", sorted(missing))
+    for snapshot in snapshots:
+        runs.append(_execute(defs, full.name, snapshot, instance))
+        told(runs[-1])
+    return runs
+
+
+def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.DagsterInstance) -> SnapshotRun:
+    result = defs.resolve_job_def(job).execute_in_process(
+        instance=instance,
+        partition_key=snapshot,
+        raise_on_error=False,
+        run_config={"loggers": {"console": {"config": {}}}},
+    )
+    run = SnapshotRun(snapshot or job, result.run_id, result.success)
+    for event in result.all_events:
+        if event.is_step_failure and run.failure is None:
+            data = event.step_failure_data
+            cause = data.user_failure_data.description if data.user_failure_data else None
+            run.failure = f"{event.step_key}: {cause or (data.error.message.strip() if data.error else 'failed')}"
+        elif event.is_step_success and event.step_key:
+            run.seconds[event.step_key] = event.step_success_data.duration_ms / 1000
+    return run
+
+
+def limited(settings: Settings, source: Source, snapshots: Sequence[str], limit: int) -> Settings:
+    """Settings that keep exactly the `limit` documents with the smallest keyed hash of all `snapshots`.
+
+    The cut depends on the documents alone, not on their order; reading ids costs one pass over the id columns.
+    """
+    if limit < 1:
+        raise SettingsError(f"--limit {limit} keeps nothing; give at least 1")
+
+    def hashes() -> Iterator[np.ndarray]:
+        for snapshot in snapshots:
+            for shard in source.shards(snapshot):
+                first = 0
+                for batch in source.batches(shard, ["id"], _ID_ROWS):
+                    ids = batch.column("id") if "id" in batch.schema.names else None
+                    yield hash64(base_ids(ids, shard.name, first, len(batch))[0], 0, LIMIT_PURPOSE)
+                    first += len(batch)
+
+    total = sum(len(batch) for batch in hashes())
+    if limit >= total:
+        return settings
+    last, following = nth_smallest(hashes, limit), nth_smallest(hashes, limit + 1)
+    below = (last + following + 1) / 2 / 2**64
+    if not last < int(below * 2**64) <= following:
+        raise SettingsError(f"--limit {limit} falls between two rows of one id; take {limit + 1} or {limit - 1}")
+    return settings.replace({"source.hash_below": below})
+
+
+def dry_run(settings: Settings, source: Source, snapshots: Sequence[str]) -> dict[str, Any]:
+    """What `run` would read and cost: rows, bytes, passes over the text, and GPU-hours by a stated yardstick."""
+    rows = size = 0
+    for snapshot in snapshots:
+        for shard in source.shards(snapshot):
+            rows += source.footer(shard)[0]
+            size += shard.size
+    embedded = rows if settings.embed.documents == "all" else round(rows * (1 - settings.prune.ratio))
+    known = ENCODERS.get(settings.models.encoder.partition("@")[0])
+    dimension, length = (known.dimension, known.max_length) if known else (768, 512)
+    length = min(length, settings.embed.max_tokens or length)
+    layers = 24 if dimension > 768 else 12
+    flops_per_token = 2 * 12 * layers * dimension**2
+    embed_hours = embedded * length * flops_per_token / GPU_FLOPS / 3600
+    edu_hours = rows * min(length, settings.score.edu_max_tokens) * flops_per_token / GPU_FLOPS / 3600
+    gradient = embedded * _GRADIENT_HOURS_PER_DOCUMENT if settings.select.solver == "policy_gradient" else 0.0
+    return {
+        "snapshots": list(snapshots),
+        "rows": rows,
+        "bytes": size,
+        "documents_embedded": embedded,
+        "embedding_bytes": embedded * dimension * 2,
+        "passes_over_text": {"raw_shards": 1, "scorers": 3, "e5_embeddings": 1, "fineweb_mask": 1},
+        "gpu_hours": {
+            "edu_scores": round(edu_hours, 4),
+            "e5_embeddings": round(embed_hours, 4),
+            "datamask_masks": round(gradient, 4),
+        },
+        "gpu_hours_assume": "full-length documents, bf16 at 40 % of 312 TFLOP/s; the paper's 45 minutes a million for "
+        "the policy gradient; the certified solver needs seconds",
+        "stages": [name for name, stage in STAGES.items() if stage.partitioned],
+    }
+
+
+def summary(store: Store, snapshots: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per snapshot with a published manifest: decisions, budget, value, bound, gap, share, tokens."""
+    rows = []
+    for snapshot in snapshots:
+        published: Published | None = store.published("fineweb_mask_manifest", snapshot)
+        if published is not None:
+            rows.append({"snapshot": snapshot, "readable_rows": published.rows, **published.facts})
+    return rows
