@@ -8,6 +8,7 @@ called one wherever it appears. Not here: training, or choosing documents.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A line of prose: this many words at least, beginning like a sentence or its continuation.
@@ -47,19 +48,50 @@ _CHANGELOG_LINE = re.compile(
     re.IGNORECASE,
 )
 _MARKUP = re.compile(r"https?://|!\[|\]\(|<[a-z/!][^>]*>|\.\. \w|:\w+:`|\|\w*\||`_|img\.shields|badge")
-_LICENCE = re.compile(
-    r"copyright|all rights reserved|permission is hereby granted|without warrant|licensed under|provided \"as is\"",
-    re.IGNORECASE,
+# Words are matched whole, phrases anywhere, both in lower case: one pass of each text instead of one per pattern.
+_LICENCE_PHRASES = (
+    "copyright",
+    "all rights reserved",
+    "permission is hereby granted",
+    "without warrant",
+    "licensed under",
+    'provided "as is"',
 )
-_EXAMPLE = re.compile(r"\b(for example|for instance|e\.g\.|examples?|such as|as follows)\b", re.IGNORECASE)
-_ADDRESS = re.compile(r"\b(you|your|how to|let'?s|we|why|when|if)\b|\?", re.IGNORECASE)
-_SECOND_PERSON = re.compile(r"\b(you|your|we|our|I|let's)\b")
-_EXPLAINING = re.compile(
-    r"\b(because|therefore|thus|hence|since|so that|that is|i\.e\.|which means|means that|in other words|note that|"
-    r"this is useful|in order to|instead of|rather than|however|for example|for instance|whereas|consider)\b",
-    re.IGNORECASE,
+_EXAMPLE_WORDS = frozenset({"example", "examples", "instance"})
+_EXAMPLE_PHRASES = ("e.g.", "such as", "as follows")
+_ADDRESS_WORDS = frozenset({"you", "your", "how", "let's", "we", "why", "when", "if"})
+_PERSONAL_WORDS = frozenset({"you", "your", "we", "our", "us", "let's"})
+_EXPLAINING_WORDS = frozenset({"because", "therefore", "thus", "hence", "since", "however", "whereas", "consider"})
+_EXPLAINING_PHRASES = (
+    "so that",
+    "that is",
+    "i.e.",
+    "which means",
+    "means that",
+    "in other words",
+    "note that",
+    "in order to",
+    "instead of",
+    "rather than",
+    "for example",
+    "for instance",
 )
-_DESCRIBING = re.compile(r"\b(is|are|was|were|provides|contains|consists|represents|describes|implements|has|have)\b")
+_DESCRIBING_WORDS = frozenset(
+    [
+        "is",
+        "are",
+        "was",
+        "were",
+        "provides",
+        "contains",
+        "consists",
+        "represents",
+        "describes",
+        "implements",
+        "has",
+        "have",
+    ]
+)
 _HEADING = re.compile(r"^(#{1,6} \S.*|[=\-~^]{4,}\s*)$", re.MULTILINE)
 
 
@@ -79,7 +111,7 @@ class Form:
     examples: int
     code_blocks: int
     addresses: int
-    second_person: int
+    personal: int
     explaining: int
     describing: int
     headings: int
@@ -99,29 +131,34 @@ def form(text: str) -> Form:
             code += 1
         elif _PROSE_START.match(line) and len(_WORD.findall(line)) >= PROSE_WORDS:
             prose.append(line)
-    joined = " ".join(prose)
-    prose_words = len(_WORD.findall(joined))
+    joined = " ".join(prose).lower()
+    lowered = text.lower()
+    prose_words = _WORD.findall(joined)
+    all_words = _WORD.findall(lowered)
     sentences = len(_SENTENCE_END.findall(joined))
-    words = len(_WORD.findall(text))
     total = max(len(lines), 1)
     return Form(
-        words=words,
+        words=len(all_words),
         sentences=sentences,
-        sentence_words=prose_words / sentences if sentences else 0.0,
+        sentence_words=len(prose_words) / sentences if sentences else 0.0,
         prose=len(prose) / total,
         code=code / total,
         parameters=parameters / total,
         changelog=changelog / total,
-        markup=len(_MARKUP.findall(text)) / max(words, 1),
-        licence=len(_LICENCE.findall(text)),
-        examples=len(_EXAMPLE.findall(text)),
+        markup=len(_MARKUP.findall(text)) / max(len(all_words), 1),
+        licence=_count(lowered, [], frozenset(), _LICENCE_PHRASES),
+        examples=_count(lowered, all_words, _EXAMPLE_WORDS, _EXAMPLE_PHRASES),
         code_blocks=len(_CODE_BLOCK.findall(text)),
-        addresses=len(_ADDRESS.findall(joined)),
-        second_person=len(_SECOND_PERSON.findall(joined)),
-        explaining=len(_EXPLAINING.findall(joined)),
-        describing=len(_DESCRIBING.findall(joined)),
+        addresses=_count(joined, prose_words, _ADDRESS_WORDS, ("?",)),
+        personal=_count(joined, prose_words, _PERSONAL_WORDS, ()),
+        explaining=_count(joined, prose_words, _EXPLAINING_WORDS, _EXPLAINING_PHRASES),
+        describing=_count(joined, prose_words, _DESCRIBING_WORDS, ()),
         headings=len(_HEADING.findall(text)),
     )
+
+
+def _count(text: str, words: Sequence[str], among: frozenset[str], phrases: Sequence[str]) -> int:
+    return sum(word in among for word in words) + sum(text.count(phrase) for phrase in phrases)
 
 
 def _is_listing(f: Form) -> bool:
@@ -163,7 +200,7 @@ def wiki_label(f: Form) -> int | None:
     if _is_listing(f) or f.markup > 4 * WIKI_MAX_MARKUP:
         return 0
     plain = f.code_blocks == 0 and f.markup <= WIKI_MAX_MARKUP and f.parameters <= 0.1 and f.code <= 0.1
-    describes = f.describing >= 1 and f.second_person == 0
+    describes = f.describing >= 1 and f.personal == 0
     if (
         plain
         and describes

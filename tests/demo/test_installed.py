@@ -114,8 +114,9 @@ def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {
         "a.py": f'"""{PROSE}"""',
         "b.py": f'"""{PROSE}"""',
-        "broken.py": '"""x"""\ndef (',
-        "null.py": b'"""x"""\0',
+        "broken.py": f'"""{PROSE}"""\ndef (',
+        "null.py": f'"""{PROSE}"""\0',
+        "short.py": '"""Short."""',
         "surrogate.py": f'"""\\ud800 {PROSE}"""',
         "large.py": f'"""{PROSE}"""\n' + "x = 1\n" * 20_000,
         "wall.py": f'"""{"word " * 2_000}"""',
@@ -132,6 +133,7 @@ def test_what_is_passed_over_is_counted(tmp_path: Path) -> None:
         "one paragraph over 6,000 characters": 1,
         "source file not parsed": 2,
         "source file too large": 1,
+        "source file without a long string": 1,
     }
 
 
