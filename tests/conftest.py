@@ -1,0 +1,41 @@
+"""Fixtures of the whole suite: one small project, its global assets fitted once per session."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.project import Project, settings_for, write_labels, write_shard
+
+SNAPSHOTS = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")
+
+
+@pytest.fixture(scope="session")
+def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labels(tmp_path_factory.mktemp("labels"))
+
+
+@pytest.fixture(scope="session")
+def small_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two snapshots of two shards, 40 and 25 rows."""
+    source = tmp_path_factory.mktemp("source")
+    for snapshot in SNAPSHOTS:
+        write_shard(source, snapshot, "000_00000", 40)
+        write_shard(source, snapshot, "001_00000", 25)
+    return source
+
+
+@pytest.fixture(scope="session")
+def fitted_root(tmp_path_factory: pytest.TempPathFactory, small_source: Path, labels: Path) -> Path:
+    """A root with the global assets published; copy it, never write into it."""
+    root = tmp_path_factory.mktemp("fitted") / "root"
+    Project(settings_for(small_source, root, labels)).fit_global()
+    return root
+
+
+@pytest.fixture
+def project(tmp_path: Path, small_source: Path, fitted_root: Path, labels: Path) -> Project:
+    """The small project on a root of its own, global assets fitted, nothing else published."""
+    root = tmp_path / "root"
+    shutil.copytree(fitted_root, root)
+    return Project(settings_for(small_source, root, labels))
