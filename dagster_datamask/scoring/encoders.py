@@ -96,8 +96,7 @@ def encoder_spec(
     A hub id of the registry, with or without @revision, takes the registry's conventions, and so does a local
     copy that is recognisable by its folder (`…/e5-base-v2`, or the hub cache's layout). Of any other the
     SentenceTransformer's own files decide: its default prompt, pooling and length. prefix and max_length
-    override either. Raises ModelUnavailable, and ValueError for a max_length that the model has no positions
-    for.
+    override either. Raises ModelUnavailable, and ValueError where an unknown model's files state too little.
     """
     resolved = resolve_model(ref, setting=setting)
     name = _registered(ref, resolved)
