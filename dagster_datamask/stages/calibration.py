@@ -7,6 +7,7 @@ constants and centroids can be explained and refitted, and no snapshot run can m
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import faiss
 import numpy as np
@@ -174,6 +175,15 @@ def selection_encoder(settings: Settings) -> EncoderSpec:
     return encoder_spec(settings.models.encoder, settings.models.encoder_prefix, settings.embed.max_tokens)
 
 
+def encoder_facts(spec: EncoderSpec) -> dict[str, Any]:
+    """What is published of an encoder: all that makes its vectors, and its name instead of a path on this machine."""
+    facts = spec.describe()
+    for name in ("name", "ref"):
+        if Path(facts[name]).is_absolute():
+            facts[name] = Path(facts[name]).name
+    return facts
+
+
 def kmeans_centroids(run: Run) -> Outcome:
     """Publish float32 unit centroids of the calibration sample's survivors (spherical k-means, faiss).
 
@@ -224,7 +234,7 @@ def kmeans_centroids(run: Run) -> Outcome:
                 "k_asked": record.source["asked"],
                 "distinct_vectors": record.source["distinct_vectors"],
                 "empty_clusters": int((sizes == 0).sum()),
-                "encoder": spec.describe(),
+                "encoder": encoder_facts(spec),
             },
             expected_rows=record.rows_in,
             figures=lambda published: {"cluster sizes in the sample": cluster_sizes_figure(sizes.tolist())},

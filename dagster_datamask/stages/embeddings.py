@@ -15,7 +15,7 @@ from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.engine import Counts, map_shards
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
-from dagster_datamask.stages.calibration import nearest, read_centroids, selection_encoder
+from dagster_datamask.stages.calibration import encoder_facts, nearest, read_centroids, selection_encoder
 from dagster_datamask.stages.classifiers import precision
 
 EMBEDDING_ROWS = 8192
@@ -65,7 +65,7 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
                 "documents": sum(record.rows for record in records),
                 "dimension": spec.dimension,
                 "bytes": sum(record.bytes for record in records),
-                "encoder": spec.describe(),
+                "encoder": encoder_facts(spec),
             },
             expected_rows=raw.rows,
         )
