@@ -4,11 +4,11 @@ Here: the relaxation max f(m) over m ∈ [0,1]^N, Σm = S, whose every pass over
 and the search for an integer mask close to it. Not here: the final float64 figures (`certificates`).
 
 With s_i(v) = l_i − 2β ẑ_i·v at v = (1/S)Σ m_i ẑ_i, a Frank–Wolfe vertex is the S documents with the largest s_i, and
-the line search between m and the vertex is exact, f being quadratic. Frank–Wolfe needs few passes on anisotropic
-embeddings and slows down near the optimum of small or isotropic pools. There it hands over: since f is β-strongly
-concave in v, a gap g confines every optimal v* to ‖v − v*‖ ≤ √(g/β), and a document whose score lies more than
-4√(βg) from the S-th best has m_i = 0 or 1 in every optimum. The few that are left are solved by accelerated projected
-gradient, and a full pass certifies the result.
+the step goes to the exact optimum over all vertices in use, f being quadratic. Frank–Wolfe needs few passes on
+anisotropic embeddings and slows down near the optimum of small or isotropic pools. There it hands over: since f is
+β-strongly concave in v, a gap g confines every optimal v* to ‖v − v*‖ ≤ √(g/β), and a document whose score lies more
+than 4√(βg) from the S-th best has m_i = 0 or 1 in every optimum. The few that are left are solved by accelerated
+projected gradient, and a full pass certifies the result.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,8 @@ _COMPARED = 192
 # moves for which a document that was just swapped stays where it is, at most
 _TABU = 10
 _GOLDEN = (5**0.5 - 1) / 2
+# a share of the hull that is as good as none
+_DROPPED = 1e-12
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def relax(
     dots = _dots_on(pool, accelerator)
     state = Relaxation(
         weights=np.full(pool.n, budget / pool.n),
-        v=pool.mean.copy(),
+        v=pool.mean,
         scores=np.zeros(0),
         bound=np.inf,
         point=pool.mean,
@@ -101,48 +103,116 @@ def relax(
         best=np.zeros(0, np.int64),
         best_value=-np.inf,
     )
+    hull = _Hull(state.v, float(linear.mean()))
     vertex, total = np.zeros(0, np.int64), np.zeros(pool.vectors.shape[1])
     full_passes, rounds, note = 0, 0, "frank_wolfe"
     while True:
         state.scores = linear - 2.0 * beta * dots(state.v)
         previous, vertex = vertex, top_s(state.scores, budget)
-        total = _move_total(pool, total, previous, vertex)
-        state.passes += 1.0 + min(budget, 2 * np.setdiff1d(vertex, previous, assume_unique=True).size) / pool.n
+        total, moved = _move_total(pool, total, previous, vertex)
+        state.passes += 1.0 + moved / pool.n
         full_passes += 1
-        mean = total / budget
-        # the Frank–Wolfe gap, from this pass alone
-        open_ = float(state.scores[vertex].mean() - state.weights @ state.scores / budget)
+        mean, quality = total / budget, float(linear[vertex].mean())
         bound = float(beta * (state.v @ state.v) + state.scores[vertex].mean())
         if bound < state.bound:
-            state.bound, state.point = bound, state.v.copy()
-        value = float(linear[vertex].mean() - beta * (mean @ mean))
+            state.bound, state.point = bound, state.v
+        value = float(quality - beta * (mean @ mean))
         if value > state.best_value:
             state.best, state.best_value = vertex, value
         _log(state, options, note, progress)
         # search precision is float32: below its noise no step means anything
         noise = 1e-7 * beta * float(state.v @ state.v)
+        gap = max(state.bound - state.value, noise)
         if (
             full_passes >= options.passes
             or state.bound - state.best_value <= options.gap
-            or state.bound - state.value <= max(0.01 * options.gap, noise)
+            or gap <= max(0.01 * options.gap, noise)
         ):
-            return state
-        gap = max(state.bound - state.value, noise)
+            break
         if full_passes < _FRANK_WOLFE or _is_crowded(pool, budget, state, gap):
             note = "frank_wolfe"
-            step = mean - state.v
-            curvature = 2.0 * beta * float(step @ step)
-            share = min(1.0, open_ / curvature) if curvature > 0 else 1.0
-            state.weights *= 1.0 - share
-            state.weights[vertex] += share
-            state.v = state.v + share * step
-        else:
-            if rounds == _ROUNDS:
-                return state
-            rounds += 1
+            hull.add(vertex, mean, quality)
+            hull.correct(beta)
+            state.v = hull.mean()
+            state.value = float(hull.quality() - beta * (state.v @ state.v))
+        elif rounds < _ROUNDS:
             note = "screened"
+            rounds += 1
+            state.weights = hull.weights(state.weights)
             _solve_screened(pool, budget, state, gap)
-        state.value = float(linear @ state.weights / budget - beta * (state.v @ state.v))
+            state.value = float(linear @ state.weights / budget - beta * (state.v @ state.v))
+            hull = _Hull(state.v, float(linear @ state.weights / budget))
+        else:
+            break
+    state.weights = hull.weights(state.weights)
+    return state
+
+
+class _Hull:
+    """The points whose convex combination the relaxation stands at: its start, and the vertices still in use.
+
+    `correct` moves to the best combination of them all (fully corrective Frank–Wolfe, exact line search being the case
+    of two), which saves passes: a few small dot products against one over the whole pool.
+    """
+
+    def __init__(self, mean: np.ndarray, quality: float) -> None:
+        self._means = mean[None, :]
+        self._qualities = np.array([quality])
+        self._shares = np.ones(1)
+        # the start is not a vertex
+        self._vertices: list[np.ndarray | None] = [None]
+
+    def add(self, vertex: np.ndarray, mean: np.ndarray, quality: float) -> None:
+        self._means = np.vstack([self._means, mean])
+        self._qualities = np.append(self._qualities, quality)
+        self._shares = np.append(self._shares, 0.0)
+        self._vertices.append(vertex)
+
+    def correct(self, beta: float) -> None:
+        """Maximise Σ a_k q_k − β‖Σ a_k c_k‖² over shares a ≥ 0, Σa = 1, by the active-set method of Wolfe's
+        minimum-norm-point algorithm: solve without the signs, walk there until a share is 0, drop it, repeat."""
+        gram = 2.0 * beta * (self._means @ self._means.T)
+        # affinely dependent points leave a direction without curvature; this much lets the walk find its end
+        gram[np.diag_indices_from(gram)] += 1e-10 * max(float(gram.diagonal().max()), 1e-300)
+        shares = self._shares
+        used = np.arange(shares.size)
+        while True:
+            system = np.ones((used.size + 1, used.size + 1))
+            system[:-1, :-1] = gram[np.ix_(used, used)]
+            system[-1, -1] = 0.0
+            wanted = np.linalg.solve(system, np.append(self._qualities[used], 1.0))[:-1]
+            falling = wanted <= _DROPPED
+            if not falling.any():
+                break
+            drop = np.maximum(shares[used] - wanted, 1e-300)
+            reach = np.where(falling, np.maximum(shares[used] - _DROPPED, 0.0) / drop, np.inf)
+            first = int(reach.argmin())
+            shares = shares.copy()
+            shares[used] += min(1.0, float(reach[first])) * (wanted - shares[used])
+            shares[used[first]] = 0.0
+            used = np.delete(used, first)
+            if used.size == 1:
+                wanted = np.ones(1)
+                break
+        self._shares = wanted / wanted.sum()
+        self._means, self._qualities = self._means[used], self._qualities[used]
+        self._vertices = [self._vertices[k] for k in used.tolist()]
+
+    def mean(self) -> np.ndarray:
+        return self._shares @ self._means
+
+    def quality(self) -> float:
+        return float(self._shares @ self._qualities)
+
+    def weights(self, start: np.ndarray) -> np.ndarray:
+        """float64[N]: m, where `start` are the weights of the point that is not a vertex."""
+        weights = np.zeros(start.size)
+        for share, vertex in zip(self._shares.tolist(), self._vertices, strict=True):
+            if vertex is None:
+                weights += share * start
+            else:
+                weights[vertex] += share
+        return weights
 
 
 def round_and_polish(
@@ -298,13 +368,13 @@ def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
     return np.flatnonzero(inside)
 
 
-def _move_total(pool: Pool, total: np.ndarray, previous: np.ndarray, vertex: np.ndarray) -> np.ndarray:
-    """The vertex's sum of ẑ, from the previous vertex's where they share most documents."""
+def _move_total(pool: Pool, total: np.ndarray, previous: np.ndarray, vertex: np.ndarray) -> tuple[np.ndarray, int]:
+    """(The vertex's sum of ẑ, from the previous vertex's where they share most documents; rows read)."""
     come = np.setdiff1d(vertex, previous, assume_unique=True)
     if 2 * come.size >= vertex.size:
-        return _total(pool, vertex)
+        return _total(pool, vertex), vertex.size
     gone = np.setdiff1d(previous, vertex, assume_unique=True)
-    return total + _total(pool, come) - _total(pool, gone)
+    return total + _total(pool, come) - _total(pool, gone), come.size + gone.size
 
 
 def _total(pool: Pool, positions: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.certified import CertifiedOptions, _largest_eigenvalue, _project, relax
+from dagster_datamask.selection.certified import CertifiedOptions, _Hull, _largest_eigenvalue, _project, relax
 from dagster_datamask.selection.objectives import QualityDiversity
 from dagster_datamask.selection.solve import solve
 
@@ -91,6 +91,30 @@ def test_the_step_length_covers_the_largest_eigenvalue() -> None:
         assert largest * 0.98 <= _largest_eigenvalue(z) <= largest * 1.2
     opposite = np.array([[1.0, 0.0], [-1.0, 0.0]], np.float32)
     assert _largest_eigenvalue(opposite) >= 2.0
+
+
+@given(k=st.integers(1, 7), d=st.integers(1, 4), seed=st.integers(0, 10**6))
+@settings(deadline=None)
+def test_the_hull_is_corrected_to_its_best_point(k: int, d: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    points, qualities = rng.standard_normal((k, d)) + 0.5, rng.standard_normal(k)
+    hull = _Hull(points[0], float(qualities[0]))
+    best = qualities[0] - 0.7 * points[0] @ points[0]
+    for i in range(1, k):
+        hull.add(np.array([i]), points[i], float(qualities[i]))
+        hull.correct(0.7)
+        value = hull.quality() - 0.7 * hull.mean() @ hull.mean()
+        assert value >= best - 1e-9
+        best = value
+        # optimal over the hull of what was kept: no vertex of it ascends, and the new one does not either
+        slopes = qualities - 1.4 * points @ hull.mean()
+        assert slopes[i] <= hull.quality() - 1.4 * hull.mean() @ hull.mean() + 1e-8
+        start = np.zeros(k)
+        start[0] = 1.0
+        weights = hull.weights(start)
+        assert weights.min() >= 0
+        assert weights.sum() == pytest.approx(1.0)
+        np.testing.assert_allclose(weights @ points, hull.mean(), atol=1e-9)
 
 
 def test_anisotropic_pools_need_few_passes() -> None:
