@@ -70,7 +70,7 @@ class ScoreSettings(Section):
     edu_labels: str = Field("", description="parquet (text, label 0..5) to train an educational-value head from")
     edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
     weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
-    calibration_snapshots: list[str] = Field([], description="snapshots whose sample fixes constants; empty: the first")
+    calibration_snapshots: list[str] = Field([], description="snapshots that the sample is drawn from; empty: all there are")
     calibration_sample: int = Field(100_000, ge=2, description="documents in that sample")
 
     @field_validator("weights")
