@@ -1,0 +1,37 @@
+"""Which assets each job runs: what is global runs in fit_global alone."""
+
+import dagster as dg
+import pytest
+
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.settings import load_settings
+from dagster_datamask.stages.base import STAGES
+
+GLOBAL = {"quality_classifiers", "quality_calibration", "kmeans_centroids"}
+SCORE = {"raw_shards", "dclm_scores", "edu_scores", "wiki_scores", "quality_scores", "pruned_documents"}
+SELECT = {"e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+
+
+@pytest.fixture(scope="module")
+def defs() -> dg.Definitions:
+    return build_definitions(load_settings(None, env={}))
+
+
+@pytest.mark.parametrize(
+    ("job", "assets", "partitioned"),
+    [
+        ("fit_global", GLOBAL, False),
+        ("score", SCORE, True),
+        ("select", SELECT, True),
+        ("full", SCORE | SELECT, True),
+    ],
+)
+def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned: bool) -> None:
+    resolved = defs.resolve_job_def(job)
+    assert {key.to_user_string() for key in resolved.asset_layer.executable_asset_keys} == assets
+    assert (resolved.partitions_def is not None) == partitioned
+    assert resolved.description
+
+
+def test_every_asset_is_in_a_job() -> None:
+    assert GLOBAL | SCORE | SELECT == set(STAGES)

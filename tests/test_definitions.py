@@ -1,0 +1,134 @@
+"""The definitions load anywhere, agree with the workspace, and every asset is documented and owned."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import yaml
+
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.settings import load_settings
+from dagster_datamask.stages.base import STAGES
+
+REPO = Path(__file__).parents[1]
+
+# Sockets, CUDA and model hubs are all out of reach: what loads here loads on any web server.
+LOAD_WITH_NOTHING = """
+import socket
+def refuse(*args, **kwargs):
+    raise OSError("no network in this test")
+socket.socket.connect = refuse
+socket.getaddrinfo = refuse
+import sys
+import dagster_datamask.definitions as module
+print(len(list(module.defs.resolve_asset_graph().get_all_asset_keys())))
+print(",".join(sorted({"torch", "transformers", "sentence_transformers", "sklearn"} & set(sys.modules))))
+"""
+
+
+def test_loads_without_network_gpu_credentials_or_settings_file(tmp_path: Path) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD_WITH_NOTHING],
+        cwd=work,
+        env={
+            "PATH": os.defpath,
+            "HOME": str(home),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assets, heavy = done.stdout.splitlines()
+    assert int(assets) == len(STAGES)
+    assert heavy == "", "a code location that only lists assets must not pay for the model libraries"
+    assert list(work.iterdir()) == []
+
+
+def test_a_wrong_settings_file_is_one_clear_line_at_load(tmp_path: Path) -> None:
+    (tmp_path / "datamask.toml").write_text("[select]\nlamda = 0.3\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import dagster_datamask.definitions"],
+        cwd=tmp_path,
+        env={"PATH": os.defpath, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "unknown setting select.lamda; did you mean 'select.lambda'?" in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_code_location_has_one_name() -> None:
+    module = yaml.safe_load((REPO / "workspace.yaml").read_text())["load_from"][0]["python_module"]
+    tool = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["dagster"]
+    assert module["location_name"] == tool["code_location_name"]
+    assert module["module_name"] == tool["module_name"]
+
+
+@pytest.fixture(scope="module")
+def defs() -> dg.Definitions:
+    return build_definitions(load_settings(None, env={}))
+
+
+def test_definitions_are_loadable(defs: dg.Definitions) -> None:
+    dg.Definitions.validate_loadable(defs)
+
+
+def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Definitions) -> None:
+    specs = {spec.key.to_user_string(): spec for spec in defs.resolve_all_asset_specs()}
+    assert set(specs) == set(STAGES)
+    for name, spec in specs.items():
+        assert spec.group_name and spec.group_name != "default", name
+        assert spec.owners, name
+        assert spec.description and spec.description.endswith("."), name
+        assert spec.code_version and spec.code_version.startswith(STAGES[name].version + "-"), name
+
+
+def test_assets_on_the_accelerator_share_the_gpu_pool_and_no_other_does(defs: dg.Definitions) -> None:
+    graph = defs.resolve_asset_graph()
+    pools = {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}
+    assert {name for name, pool in pools.items() if pool == {"gpu"}} == {
+        name for name, stage in STAGES.items() if stage.on_accelerator
+    }
+    assert set().union(*pools.values()) == {"gpu"}
+
+
+def test_no_asset_feeds_a_global_one_from_a_snapshot(defs: dg.Definitions) -> None:
+    graph = defs.resolve_asset_graph()
+    for key in graph.get_all_asset_keys():
+        node = graph.get(key)
+        if node.partitions_def is None:
+            assert all(graph.get(parent).partitions_def is None for parent in node.parent_keys), key
+        else:
+            assert node.partitions_def.name == "cc_snapshot", key
+
+
+def test_edges_are_those_of_the_stage_table(defs: dg.Definitions) -> None:
+    graph = defs.resolve_asset_graph()
+    for name, stage in STAGES.items():
+        parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
+        assert parents == set(stage.inputs), name
+
+
+def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_nothing_else() -> None:
+    def versions(*overrides: str) -> dict[str, str]:
+        specs = build_definitions(load_settings(None, overrides, env={})).resolve_all_asset_specs()
+        return {spec.key.to_user_string(): spec.code_version for spec in specs}
+
+    before = versions()
+    assert versions() == before
+    after = versions("select.lambda=0.3")
+    assert {name for name in before if before[name] != after[name]} == {"datamask_masks"}
+    after = versions("prune.ratio=0.4")
+    assert {name for name in before if before[name] != after[name]} == {"pruned_documents", "quality_calibration"}
