@@ -1,0 +1,86 @@
+"""The documentation tells the truth: its commands run, its settings are all there, its files exist."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dagster_datamask.settings import PROFILES, section_models
+from tests.conftest import SNAPSHOTS
+from tests.project import Project
+
+REPO = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/own-data.md", "docs/cluster.md", "docs/settings.md")
+
+
+def commands(page: str) -> list[str]:
+    """Lines of the page's bash blocks, comments stripped."""
+    blocks = re.findall(r"```bash\n(.*?)```", (REPO / page).read_text("utf-8"), re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_every_setting_is_documented_with_its_defaults() -> None:
+    page = (REPO / "docs/settings.md").read_text("utf-8")
+    for section, model in section_models().items():
+        for attribute, field in model.model_fields.items():
+            key = field.alias or attribute
+            demo = PROFILES["demo"].get(section, {}).get(key)
+            shown = "" if demo is None else f"`{json.dumps(demo)}`"
+            assert f"| `{key}` | `{json.dumps(field.default)}` | {shown} |" in page, f"{section}.{key}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pictures_exist(page: str) -> None:
+    path = REPO / page
+    targets = re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8"))
+    assert [t for t in targets if "://" not in t and not (path.parent / t).exists()] == []
+
+
+def test_make_targets_named_in_the_pages_exist() -> None:
+    named = {c.split()[1] for page in PAGES for c in commands(page) if c.startswith("make ")}
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    assert named >= {"demo", "dev", "test"}
+    assert [t for t in sorted(named) if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-data.md"])
+def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(50, 8)).astype(np.float32)
+    table = pa.table(
+        {
+            "id": [f"d{k}" for k in range(50)],
+            "score": rng.random(50),
+            "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8),
+        }
+    )
+    pq.write_table(table, tmp_path / "documents.parquet")
+    settings = project.settings
+    toml = ["profile = 'demo'"]
+    for section in ("score", "embed", "cluster", "select"):
+        toml.append(f"[{section}]")
+        for key, value in getattr(settings, section).model_dump(by_alias=True, exclude_defaults=True).items():
+            toml.append(f"{key} = {json.dumps(value)}")
+    (tmp_path / "datamask.toml").write_text("\n".join(toml), "utf-8")
+    words = {"SOURCE": settings.source.url, "ROOT": settings.storage.root, "SNAPSHOT": SNAPSHOTS[0]}
+    run = [c for c in commands(page) if c.startswith("datamask ")]
+    assert run
+    for command in run:
+        argv = [words.get(word, word) for word in shlex.split(command)]
+        done = subprocess.run(
+            [sys.executable, "-m", "dagster_datamask.cli", *argv[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
