@@ -28,7 +28,7 @@ from .oracles import all_values, ids_of, objective, value_of
     seed=st.integers(0, 10**6),
     reach=st.sampled_from([0.0, 0.3, 1.0, 20.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_the_bound_holds_for_every_mask_at_every_point(
     n: int, d: int, lam: float, dtype: type, seed: int, reach: float
 ) -> None:

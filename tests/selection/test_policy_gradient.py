@@ -2,15 +2,18 @@ import numpy as np
 import pytest
 
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.selection.certificates import evaluate
 from dagster_datamask.selection.objectives import QualityDiversity
 from dagster_datamask.selection.policy_gradient import (
     PolicyGradientOptions,
+    _ascend,
     advantages,
     independent_gradient,
     initial_logits,
     learn_mask,
     ordered_gradient,
 )
+from dagster_datamask.selection.sampling import TorchDraws, top_s
 from dagster_datamask.selection.solve import solve
 
 from .oracles import all_values, ids_of, objective, order_probabilities
@@ -154,6 +157,21 @@ def test_saturation_is_skipped_and_said_so() -> None:
     assert not learned.logits.any()
     assert sum(entry["skipped"] for entry in learned.trajectory) == 20
     assert all(entry["note"] == "saturated" for entry in learned.trajectory)
+
+
+@pytest.mark.parametrize("gradient", ["independent", "ordered"])
+@pytest.mark.parametrize("batch", [0.5, 1.0])
+def test_the_same_steps_run_on_torch(gradient: str, batch: float) -> None:
+    f = objective(np.random.default_rng(7), 40, 3, 0.3)
+    pool = f.prepare(ids_of(40))
+    options = PolicyGradientOptions(group=64, lr=2.0, steps=200, batch=batch, gradient=gradient, final="sampled")
+    start = initial_logits(pool, 0.0, 2.0)
+    learned = _ascend(pool, 8, options, TorchDraws("cpu", 5, 64), start, None)
+    best = solve(f, 8, solver="certified", ids=ids_of(40))
+    first = evaluate(pool, top_s(start, 8)).value
+    assert learned.positions.size == np.unique(learned.positions).size == 8
+    assert evaluate(pool, top_s(learned.logits, 8)).value - first > 0.8 * (best.value - first)
+    assert evaluate(pool, learned.positions).value > first
 
 
 def test_the_trajectory_counts_steps_and_reports_progress() -> None:
