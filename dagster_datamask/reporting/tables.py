@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 # Columns of the summary: key of a row, heading, and how the value reads.
@@ -21,8 +22,8 @@ _SUMMARY = (
     ("value", "value", "value"),
     ("upper_bound", "bound", "value"),
     ("gap", "gap", "gap"),
-    ("share", "share of gain", "share"),
-    ("tokens_kept", "tokens kept", "large"),
+    ("share", "share", "share"),
+    ("tokens_kept", "tokens", "large"),
 )
 _SUMMED = ("readable", "unscored", "pruned", "kept", "budget", "tokens_kept")
 
@@ -74,11 +75,12 @@ def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by 
 
     Keys of a row: `snapshot, readable, unscored, pruned, kept, budget, value, upper_bound, gap, share, tokens_kept`; an
     absent or null value is a dash. `share` is the share of the achievable gain over a uniform mask. Values and bounds
-    are not summed: they are not of one problem.
+    are not summed: they are not of one problem. Full width is 105 columns; a narrower terminal folds cells and cuts
+    none off.
     """
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for key, heading, _ in _SUMMARY:
-        table.add_column(heading, justify="left" if key == "snapshot" else "right", no_wrap=key == "snapshot")
+        table.add_column(heading, justify="left" if key == "snapshot" else "right", overflow="fold")
     for i, row in enumerate(rows):
         cells = [_summary_cell(row.get(key), how) for key, _, how in _SUMMARY]
         table.add_row(*cells, end_section=i == len(rows) - 1)

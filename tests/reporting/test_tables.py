@@ -129,5 +129,8 @@ def test_summary_without_rows_or_values() -> None:
     assert "1,000,000" not in _printed([ROW, {"snapshot": "b"}]).splitlines()[-2]
 
 
-def test_a_narrow_terminal_still_names_the_snapshot() -> None:
-    assert "CC-MAIN-2024-18" in _printed([ROW], width=80)
+def test_a_narrow_terminal_cuts_nothing_off() -> None:
+    wide, narrow = _printed([ROW]), _printed([ROW], width=80)
+    assert "…" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert sum(c.isalnum() for c in narrow) == sum(c.isalnum() for c in wide)
