@@ -32,8 +32,8 @@ _ROUNDS = 8
 _SMALL = 1 << 24
 _INNER = 150
 # candidates on each side of the cut that swaps are looked for among, and how many of them are compared in a move
-_SWAP_CANDIDATES = 1024
-_COMPARED = 192
+_SWAP_CANDIDATES = 512
+_COMPARED = 96
 # moves for which a document that was just swapped stays where it is, at most
 _TABU = 10
 _GOLDEN = (5**0.5 - 1) / 2
@@ -48,7 +48,7 @@ class CertifiedOptions:
 
     gap: float = 1e-6
     passes: int = 64
-    moves: int = 600
+    moves: int = 1000
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.gap) and self.gap >= 0):
