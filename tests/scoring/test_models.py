@@ -254,8 +254,11 @@ def test_reachable_hub_gives_the_files_needed_and_the_commit(tmp_path: Path, hub
     assert Path(file[0]).read_text() == "fasttext"
     assert "no file 'absent.bin'" in absent and "pytorch_model.bin, classifier.bin" in absent
     assert "HF_TOKEN" in unknown
-    again = resolve_elsewhere(tmp_path, "org/name", HF_ENDPOINT="http://127.0.0.1:9")
-    assert again == [whole]
-    (folder / "1_Pooling" / "config.json").unlink()
+
+
+def test_a_fetched_model_is_found_again_without_the_hub_and_a_broken_one_is_not(tmp_path: Path, hub: str) -> None:
+    fetched = resolve_elsewhere(tmp_path, "org/name", HF_ENDPOINT=hub)
+    assert resolve_elsewhere(tmp_path, "org/name", HF_ENDPOINT="http://127.0.0.1:9") == fetched
+    (Path(fetched[0][0]) / "1_Pooling" / "config.json").unlink()
     (broken,) = resolve_elsewhere(tmp_path, "org/name", HF_ENDPOINT="http://127.0.0.1:9")
     assert "not in the local cache" in broken
