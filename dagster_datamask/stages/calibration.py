@@ -23,6 +23,7 @@ from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.identity import base_ids
+from dagster_datamask.shards.schemas import BadShard
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
@@ -47,15 +48,33 @@ _SAMPLED_TEXT_ROWS = 1000
 
 
 def quality_calibration(run: Run, source: Source) -> Outcome:
-    """Publish the scored sample and, as facts, q_lo, q_hi (quantiles 0.001 and 0.999) and the prune threshold."""
+    """Publish the scored sample and, as facts, q_lo, q_hi (quantiles 0.001 and 0.999) and the prune threshold.
+
+    Raises SourceError, and BadShard with on_bad_shard = fail; else shards that cannot be read are passed over.
+    """
+    bad: set[str] = set()
+    while True:
+        try:
+            return _calibrate(run, source, bad)
+        except BadShard as error:
+            if run.settings.source.on_bad_shard == "fail":
+                raise
+            run.log(f"quality_calibration: passed over: {error}")
+            bad.add(error.path)
+
+
+def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
     stage = STAGES["quality_calibration"]
     settings = run.settings.score
     classifiers = run.store.current("quality_classifiers")
-    picked = _pick(source, settings.calibration_snapshots or source.snapshots(), settings.calibration_sample)
+    picked = _pick(source, settings.calibration_snapshots or source.snapshots(), settings.calibration_sample, bad)
     inputs = {
         "quality_classifiers": classifiers.fingerprint,
         "precision": precision(run.accelerator),
-        "sample": digest(*(f"{shard.path} {shard.listed} {groups}" for _, shard, groups in picked), size=16).hex(),
+        # the footer and not the path or the time, so that a copy of the source gives the same generation
+        "sample": digest(
+            *(f"{snap}/{shard.name} {source.footer(shard)[1]} {groups}" for snap, shard, groups in picked), size=16
+        ).hex(),
     }
     with run.generation(stage, None, inputs) as generation:
         record = generation.record(SAMPLE_FILE, "")
@@ -92,15 +111,18 @@ def quality_calibration(run: Run, source: Source) -> Outcome:
         )
 
 
-def _pick(source: Source, snapshots: list[str], rows: int) -> list[tuple[str, Shard, list[int]]]:
-    """Row groups that hold about twice `rows` rows, spread over the snapshots by keyed hash of their names."""
+def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> list[tuple[str, Shard, list[int]]]:
+    """Row groups that hold about twice `rows` rows, spread over the snapshots by keyed hash of their names.
+
+    Shards whose path is in `bad` are passed over.
+    """
     known = source.snapshots()
     for snapshot in snapshots:
         if snapshot not in known:
             raise SettingsError(
                 f"score.calibration_snapshots: {snapshot!r} is not in {source.url}; there are: {', '.join(known)}"
             )
-    shards = [(snapshot, shard) for snapshot in snapshots for shard in source.shards(snapshot)]
+    shards = [(snapshot, shard) for snapshot in snapshots for shard in source.shards(snapshot) if shard.path not in bad]
     order = np.argsort(hash64([f"{snap}/{shard.name}" for snap, shard in shards], 0, "sample"), kind="stable")
     chosen: dict[int, list[int]] = {}
     found = 0
@@ -136,16 +158,17 @@ def _sample(source: Source, picked: list[tuple[str, Shard, list[int]]], rows: in
 def _batches(source: Source, snapshot: str, shard: Shard, groups: list[int]) -> Iterator[pa.Table]:
     with source.open(shard) as parquet:
         firsts = np.cumsum([0, *(parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups))])
-        columns = [name for name in ("id", "text") if name in parquet.schema_arrow.names]
-        for group in groups:
-            table = parquet.read_row_group(group, columns=columns).combine_chunks()
-            given = table["id"].combine_chunks() if "id" in columns else None
-            ids, _ = base_ids(given, shard.name, int(firsts[group]), len(table))
+    for group in groups:
+        first = int(firsts[group])
+        for batch in source.batches(shard, ("id", "text"), BATCH_ROWS, [group]):
+            given = batch.column("id") if "id" in batch.schema.names else None
+            ids, _ = base_ids(given, shard.name, first, len(batch))
+            first += len(batch)
             yield pa.table(
                 {
-                    "snapshot": [snapshot] * len(table),
+                    "snapshot": [snapshot] * len(batch),
                     "doc_id": ids,
-                    "text": pa.array(decode_column(table["text"])[0], pa.large_string()),
+                    "text": pa.array(decode_column(batch.column("text"))[0], pa.large_string()),
                 }
             )
 

@@ -346,6 +346,14 @@ def _facts(
         return facts | {
             name: splits[0][name] for name in ("value", "quality", "quality_raw", "diversity", "certificate", "passes")
         }
+    if not kept:
+        feasible = {"documents": budget.pool, "budget": 0, "lambda": select.lambda_, "scale": select.scale}
+        names = ("value", "quality", "quality_raw", "diversity")
+        return facts | {
+            **{name: splits[0][name] for name in names},
+            "passes": 0.0,
+            "certificate": {**splits[0]["certificate"], "feasible_set": feasible},
+        }
     weights = [split["kept"] / budget.met for split in kept]
     facts["split_gaps_weighted"] = math.fsum(
         w * split["certificate"]["gap"] for w, split in zip(weights, kept, strict=True)
