@@ -54,7 +54,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.selection --json .benchmarks/selection.json
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.selection --out .benchmarks/selection.json
 
 clean:
 	rm -rf .demo .dagster_home .benchmarks

@@ -15,7 +15,13 @@ from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
 from dagster_datamask.scoring.models import content_revision, resolve_model
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer
-from dagster_datamask.scoring.training import TrainingReport, read_labels, train_embedding_head, train_fasttext
+from dagster_datamask.scoring.training import (
+    DIMENSION,
+    TrainingReport,
+    read_labels,
+    train_embedding_head,
+    train_fasttext,
+)
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord
 from dagster_datamask.shards.writer import atomic
@@ -25,6 +31,8 @@ TRAINED = "trained"
 _TRAINING_SEED = 0
 _FASTTEXT_LABELS = {"dclm": "models.dclm_label", "wiki": "models.wiki_label"}
 _NEGATIVE_LABEL = "cc"
+# a demo's thousand texts fill DCLM's 100 dimensions with noise and 120 MB
+_DEMO_DIMENSION = 16
 
 
 def edu_encoder(settings: Settings) -> EncoderSpec:
@@ -86,7 +94,9 @@ def _held_out_figure(part: str, fact: Mapping[str, Any]) -> bytes:
     report = fact["report"]
     model = "demo model" if fact["demo_model"] else "trained here"
     auc = "" if report["auc"] is None else f", AUC {report['auc']:.3f}"
-    return calibration_figure(report["calibration"], report["confusion"], title=f"{part} ({model}) on held-out rows{auc}")
+    return calibration_figure(
+        report["calibration"], report["confusion"], title=f"{part} ({model}) on held-out rows{auc}"
+    )
 
 
 def classifier_inputs(settings: Settings, accelerator: Accelerator) -> dict[str, str]:
@@ -148,6 +158,7 @@ def _fit_fasttext(run: Run, part: str, texts: list, targets: list, out: Path) ->
             positive_label=run.settings.get(_FASTTEXT_LABELS[part]).removeprefix("__label__"),
             negative_label=_NEGATIVE_LABEL,
             seed=_TRAINING_SEED,
+            dim=_DEMO_DIMENSION if run.settings.profile == "demo" else DIMENSION,
         )
         model.replace(out)
     finally:

@@ -51,8 +51,8 @@ def sections(store: Store, snapshots: Sequence[str]) -> list[Section]:
         ("What became of every row", markdown_table(decisions, _COLUMNS), None),
         (
             "How good the masks are",
-            "No mask of the same size from the same pool is worth more than `upper_bound`; `gap` is what is left to it, "
-            "`share` the share of the gain over a uniform mask.\n\n"
+            "No mask of the same size from the same pool is worth more than `upper_bound`; `gap` is what is left to "
+            "it, `share` the share of the gain over a uniform mask.\n\n"
             + markdown_table(certificates, list(certificates[0]) if certificates else ["snapshot"]),
             None,
         ),
