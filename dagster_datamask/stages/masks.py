@@ -342,7 +342,7 @@ def _facts(
         "trajectories": splits[0]["trajectories"],
         "beside": splits[0].get("beside"),
     }
-    if len(splits) == 1:
+    if len(splits) == 1 or not kept:
         return facts | {
             name: splits[0][name] for name in ("value", "quality", "quality_raw", "diversity", "certificate", "passes")
         }
