@@ -34,4 +34,4 @@ def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned
 
 
 def test_every_asset_is_in_a_job() -> None:
-    assert GLOBAL | SCORE | SELECT == set(STAGES)
+    assert set(STAGES) == GLOBAL | SCORE | SELECT
