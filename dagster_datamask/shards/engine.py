@@ -77,17 +77,18 @@ def map_shards(
     return records
 
 
-def every_seconds(report: Callable[[str], None], what: str, seconds: float = 5.0) -> Progress:
-    """A Progress that says `what`, rows, share, rate and shard, at most once in `seconds`."""
+def every_seconds(report: Callable[[str], None], what: str, unit: str = "rows", seconds: float = 5.0) -> Progress:
+    """A Progress that says `what`, how much of how much, the rate and a detail, at most once in `seconds`."""
     started = last = time.monotonic()
 
-    def progress(done: int, total: int, shard: str) -> None:
+    def progress(done: int, total: int, detail: str) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last >= seconds:
             last = now
             share = f" ({done / total:.0%})" if total else ""
-            report(f"{what}: {done:,} of {total:,} rows{share}, {done / (now - started):,.0f} rows/s, shard {shard}")
+            rate = f"{done / (now - started):,.0f} {unit}/s"
+            report(f"{what}: {done:,} of {total:,} {unit}{share}, {rate}, {detail}")
 
     return progress
 

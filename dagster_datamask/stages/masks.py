@@ -24,7 +24,7 @@ from dagster_datamask.selection.streaming import union_bound
 from dagster_datamask.settings import SelectSettings, SettingsError
 from dagster_datamask.shards import shuffle
 from dagster_datamask.shards.cursor import Cursor, read_batches
-from dagster_datamask.shards.engine import map_shards
+from dagster_datamask.shards.engine import every_seconds, map_shards
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord
 from dagster_datamask.shards.schemas import MASKS
 from dagster_datamask.shards.writer import table_file, write_json
@@ -186,13 +186,20 @@ def _solve_splits(
     for k, (path, (result, facts)) in enumerate(zip(paths, files, strict=True)):
         if not facts.exists():
             run.log(f"datamask_masks {snapshot}: split {k + 1} of {len(paths)}, {budgets[k]:,} of {splits.sizes[k]:,}")
-            _solve_split(run, path, k, budgets[k], constants, result, facts)
+            _solve_split(run, snapshot, path, k, budgets[k], constants, result, facts)
         path.unlink()
     return files
 
 
 def _solve_split(
-    run: Run, path: Path, split: int, budget: int, constants: tuple[float, float] | None, result: Path, facts: Path
+    run: Run,
+    snapshot: str,
+    path: Path,
+    split: int,
+    budget: int,
+    constants: tuple[float, float] | None,
+    result: Path,
+    facts: Path,
 ) -> None:
     select = run.settings.select
     with pa.memory_map(str(path)) as file:
@@ -214,6 +221,7 @@ def _solve_split(
         )
 
         def run_solver(solver: str, options: PolicyGradientOptions | None) -> Selection:
+            told = every_seconds(run.log, f"datamask_masks {snapshot}: split {split + 1}, {solver}", "steps")
             return solve(
                 objective,
                 budget,
@@ -222,6 +230,7 @@ def _solve_split(
                 split=split,
                 ids=ids,
                 accelerator=run.accelerator,
+                progress=lambda step, steps, entry: told(step, steps, f"value {entry['value']:.6f}"),
                 options=options,
             )
 
