@@ -28,9 +28,7 @@ def hash64(ids: Iterable[str], seed: int, purpose: str) -> np.ndarray:
     Used for ties (purpose "tie"), splits ("split") and samples ("sample"): one key never reveals another's order.
     """
     key = digest(seed, purpose, size=32)
-    raw = b"".join(
-        blake2b(i.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest() for i in ids
-    )
+    raw = b"".join(blake2b(i.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest() for i in ids)
     return np.frombuffer(raw, dtype="<u8").astype(np.uint64, copy=False)
 
 

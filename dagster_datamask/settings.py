@@ -28,7 +28,10 @@ class SettingsError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, validate_default=True)
+    # strict: `true` is no number and 3.0 no count; a whole number still serves as a fraction
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, validate_default=True, strict=True, allow_inf_nan=False
+    )
 
 
 class SourceSettings(Section):
@@ -70,7 +73,9 @@ class ScoreSettings(Section):
     edu_labels: str = Field("", description="parquet (text, label 0..5) to train an educational-value head from")
     edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
     weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
-    calibration_snapshots: list[str] = Field([], description="snapshots that the sample is drawn from; empty: all there are")
+    calibration_snapshots: list[str] = Field(
+        [], description="snapshots that the sample is drawn from; empty: all there are"
+    )
     calibration_sample: int = Field(100_000, ge=2, description="documents in that sample")
 
     @field_validator("weights")
@@ -192,10 +197,11 @@ class Settings(Section):
 
     def replace(self, values: Mapping[str, Any]) -> "Settings":
         """These settings with some dotted keys changed. Raises SettingsError as `load_settings` does."""
-        data = self.model_dump(by_alias=True)
+        changed: dict[str, Any] = {}
         for key, value in values.items():
-            _put(data, key, value)
-        return _validate(data, "the changed settings")
+            _put(changed, key, value)
+        _known_or_error(changed, "the changed settings")
+        return _validate(_merge(self.model_dump(by_alias=True), changed), "the changed settings")
 
 
 PROFILES: dict[str, dict[str, dict[str, Any]]] = {
@@ -327,10 +333,10 @@ def _validate(data: Mapping[str, Any], where: str) -> Settings:
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
     section, dot, name = key.partition(".")
-    if dot:
-        data.setdefault(section, {})[name] = value
-    else:
+    if not dot:
         data[section] = value
+    elif isinstance(data.setdefault(section, {}), dict):
+        data[section][name] = value
 
 
 def _parse(text: str) -> Any:

@@ -224,6 +224,7 @@ class Generation:
         counts: Counter[str] = Counter()
         for record in records:
             counts.update(record.counts)
+        # the temp file lies where the next holder of the lease clears it away, should this process be killed
         write_json(
             self.store.folder(self.asset, self.snapshot) / POINTER,
             {
@@ -241,6 +242,7 @@ class Generation:
                 "facts": dict(facts),
                 "content": digest(*(r.sha256 for r in records), size=16).hex(),
             },
+            scratch=self.folder,
         )
         return self.store.current(self.asset, self.snapshot)
 

@@ -6,6 +6,7 @@ small enough for memory, so a snapshot of any size needs one partition's worth.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,7 @@ def base_ids(ids: pa.Array | None, shard: str, first_row: int, rows: int) -> tup
 
 
 def _bytes(ids: pa.Array) -> list[bytes | None]:
-    plain = ids.dictionary_decode() if pa.types.is_dictionary(ids.type) else ids
-    return list(plain.cast(pa.large_binary()).to_pylist())
+    return list(ids.cast(pa.large_binary()).to_pylist())
 
 
 def _decoded(value: bytes | None) -> str | None:
@@ -55,20 +55,19 @@ class Duplicates:
         self.partitions = min(_MAX_PARTITIONS, max(1, -(-total_rows // _PARTITION_ROWS)))
 
     def find(self, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]) -> None:
-        """Spill (first row, ids) batches of every shard and write each shard's duplicate rows."""
+        """Spill (first row, ids) batches of every shard and write each shard's duplicate rows.
+
+        A shard with duplicates is read once more. Raises IdCollision if an id made for a duplicate is also some
+        document's own id.
+        """
         for old in self.folder.glob("*.bin"):
             old.unlink()
-        files = [(self.folder / f"ids_{p:03d}.bin").open("wb") for p in range(self.partitions)]
-        try:
-            for number, shard in enumerate(shards):
-                for first, ids in read(shard):
-                    for p, records in enumerate(self._split(number, first, ids)):
-                        files[p].write(records.tobytes())
-        finally:
-            for file in files:
-                file.close()
+        self._spill("ids", ((number, first, ids) for number, s in enumerate(shards) for first, ids in read(s)))
         for p in range(self.partitions):
             self._resolve(p, shards)
+        self._spill("made", self._made(shards, read))
+        for p in range(self.partitions):
+            self._check_made(p, shards, read)
 
     def of(self, shard: str) -> dict[int, int]:
         """{row: kind} of the shard's duplicates; kind 1 where `#<row>` alone would collide with an earlier shard's."""
@@ -77,24 +76,44 @@ class Duplicates:
             return {}
         return {int(row): int(kind) for row, kind in np.fromfile(path, dtype="<i8").reshape(-1, 2)}
 
-    def check_made(self, made: Iterable[str]) -> None:
-        """Raise IdCollision if an id made for a duplicate is also some document's own id."""
-        made = list(made)
-        if not made:
+    def _spill(self, kind: str, batches: Iterable[tuple[int, int, list[str]]]) -> None:
+        with ExitStack() as stack:
+            files = [stack.enter_context(self._spilled(kind, p).open("wb")) for p in range(self.partitions)]
+            for shard, first, ids in batches:
+                for p, records in enumerate(self._split(shard, first, ids)):
+                    files[p].write(records.tobytes())
+
+    def _spilled(self, kind: str, p: int) -> Path:
+        return self.folder / f"{kind}_{p:03d}.bin"
+
+    def _made(
+        self, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]
+    ) -> Iterator[tuple[int, int, list[str]]]:
+        for number, shard in enumerate(shards):
+            rows = self.of(shard)
+            for first, ids in read(shard) if rows else ():
+                for row in range(first, first + len(ids)):
+                    if row in rows:
+                        yield number, row, [renamed(ids[row - first], row, shard, rows[row])]
+
+    def _check_made(
+        self, p: int, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]
+    ) -> None:
+        made = np.fromfile(self._spilled("made", p), dtype=_RECORD)
+        if not len(made):
             return
-        hashes = hash128(made)
-        parts = self._partition(hashes)
-        for p in np.unique(parts):
-            here = np.flatnonzero(parts == p)
-            records = np.fromfile(self.folder / f"ids_{p:03d}.bin", dtype=_RECORD)
-            wanted = {(int(hashes[k, 0]), int(hashes[k, 1])): k for k in here}
-            for k in np.flatnonzero(np.isin(records["low"], hashes[here, 1])):
-                key = (int(records[k]["high"]), int(records[k]["low"]))
-                if key in wanted:
-                    raise IdCollision(
-                        f"the id {made[wanted[key]]!r} made for a duplicate row is another document's own id; "
-                        "rename that id at its source"
-                    )
+        own = np.fromfile(self._spilled("ids", p), dtype=_RECORD)
+        own = own[np.isin(own["low"], made["low"])]
+        taken = set(zip(own["high"].tolist(), own["low"].tolist(), strict=True))
+        for record in made:
+            if (int(record["high"]), int(record["low"])) in taken:
+                shard, row = shards[record["shard"]], int(record["row"])
+                first, ids = next(b for b in read(shard) if b[0] <= row < b[0] + len(b[1]))
+                doc_id = renamed(ids[row - first], row, shard, self.of(shard)[row])
+                raise IdCollision(
+                    f"shard {shard}, row {row}: the id {doc_id!r} made for this duplicate row is another document's "
+                    "own id; rename that id at its source"
+                )
 
     def _split(self, shard: int, first: int, ids: list[str]) -> Iterator[np.ndarray]:
         hashes = hash128(ids)
@@ -110,7 +129,7 @@ class Duplicates:
         return (hashes[:, 0] % np.uint64(self.partitions)).astype(np.int64)
 
     def _resolve(self, p: int, shards: Sequence[str]) -> None:
-        records = np.fromfile(self.folder / f"ids_{p:03d}.bin", dtype=_RECORD)
+        records = np.fromfile(self._spilled("ids", p), dtype=_RECORD)
         if len(records) < 2:
             return
         records = records[np.lexsort((records["row"], records["shard"], records["low"], records["high"]))]

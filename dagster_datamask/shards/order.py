@@ -33,8 +33,15 @@ class Cut:
 
 
 def descending(scores: np.ndarray) -> np.ndarray:
-    """uint64[n] keys whose ascending order is the descending order of finite float64 scores (-0.0 equals 0.0)."""
-    bits = (np.asarray(scores, dtype=np.float64) + 0.0).view(np.uint64)
+    """uint64[n] keys whose ascending order is the descending order of float64 scores (-0.0 equals 0.0).
+
+    Raises ValueError naming the first score that is not finite: it has no place in the order.
+    """
+    scores = np.asarray(scores, dtype=np.float64)
+    if not np.isfinite(scores).all():
+        first = int(np.argmin(np.isfinite(scores)))
+        raise ValueError(f"score {first} of {len(scores)} is {scores[first]}, not finite, and cannot be ranked")
+    bits = (scores + 0.0).view(np.uint64)
     negative = bits >> np.uint64(63) == 1
     ascending = np.where(negative, ~bits, bits | np.uint64(1 << 63))
     return ~ascending

@@ -89,13 +89,29 @@ def check_source(path: str, schema: pa.Schema) -> None:
     kinds = {"text": _is_text, "id": _is_text, "token_count": pa.types.is_integer}
     if "text" not in schema.names:
         raise BadShard(path, f"has no column 'text'; its columns are: {', '.join(schema.names) or 'none'}")
-    for name, fits in kinds.items():
-        for index in schema.get_all_field_indices(name):
-            if not fits(schema.field(index).type):
-                wanted = "an integer" if name == "token_count" else "text"
-                raise BadShard(path, f"column {name!r} is {schema.field(index).type}, not {wanted}")
-        if len(schema.get_all_field_indices(name)) > 1:
+    for name in schema.names:
+        if schema.names.count(name) > 1:
             raise BadShard(path, f"has the column {name!r} more than once")
+    for name, fits in kinds.items():
+        if name in schema.names and not fits(schema.field(name).type):
+            wanted = "an integer" if name == "token_count" else "text"
+            raise BadShard(path, f"column {name!r} is {schema.field(name).type}, not {wanted}")
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """The schema without encodings: dictionaries as their values, views as the types they are views of.
+
+    So a column means the same whether a shard's writer encoded it or not.
+    """
+    return pa.schema([field.with_type(_plain_type(field.type)) for field in schema])
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    return pa.large_binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -106,6 +122,7 @@ def _is_text(kind: pa.DataType) -> bool:
         or pa.types.is_string_view(value)
         or pa.types.is_binary(value)
         or pa.types.is_large_binary(value)
+        or pa.types.is_binary_view(value)
         or pa.types.is_null(value)
     )
 

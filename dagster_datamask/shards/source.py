@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.shards.schemas import BadShard, check_source
+from dagster_datamask.shards.schemas import BadShard, check_source, plain
 
 SNAPSHOT_KEY = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 # a stream reads a column chunk piece by piece, so a 2 GB chunk of text costs one buffer and not two gigabytes
@@ -134,16 +134,19 @@ class Source:
             ]
             return meta.num_rows, digest(meta.num_rows, repr(groups), parquet.schema_arrow.to_string(), size=8).hex()
 
-    def batches(self, shard: Shard, columns: Sequence[str] | None, rows: int) -> Iterator[pa.RecordBatch]:
-        """Record batches of at most `rows` rows, in order; columns the shard lacks are left out.
+    def batches(
+        self, shard: Shard, columns: Sequence[str] | None, rows: int, groups: Sequence[int] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Record batches of at most `rows` rows, in order, of all row groups or of `groups`, in plain types.
 
-        Raises BadShard where a page cannot be decoded.
+        Columns the shard lacks are left out. Raises BadShard where a page cannot be decoded.
         """
         with self.open(shard) as parquet:
             names = parquet.schema_arrow.names
             wanted = names if columns is None else [c for c in columns if c in names]
             try:
-                yield from parquet.iter_batches(batch_size=rows, columns=wanted)
+                for batch in parquet.iter_batches(batch_size=rows, columns=wanted, row_groups=groups):
+                    yield _plain_batch(batch)
             except (pa.ArrowException, OSError) as error:
                 raise BadShard(shard.path, f"cannot be decoded ({_first_line(error)})") from error
 
@@ -160,6 +163,18 @@ class Source:
             ) from None
         names = (posixpath.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory")
         return sorted(name for name in names if name and name[0] not in "._")
+
+
+def _plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    schema = plain(batch.schema)
+    if schema.equals(batch.schema):
+        return batch
+    columns = [
+        column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(
+        [column.cast(field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
+    )
 
 
 def _listed(entry: dict[str, Any]) -> str:

@@ -18,9 +18,10 @@ ROW_GROUP_ROWS = 65_536
 
 
 @contextmanager
-def atomic(path: Path, verify: Callable[[Path], None] | None = None) -> Iterator[Path]:
-    """Yield a temp path beside `path`; on success it is flushed, verified and renamed to `path`, else removed."""
-    temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def atomic(path: Path, verify: Callable[[Path], None] | None = None, scratch: Path | None = None) -> Iterator[Path]:
+    """Yield a temp path beside `path`, or in `scratch` on the same disk; on success it is flushed, verified and renamed
+    to `path`, else removed."""
+    temp = (scratch or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     try:
         yield temp
         with temp.open("rb") as file:
@@ -42,15 +43,15 @@ def fsync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, scratch: Path | None = None) -> None:
     """Write `value` as sorted, indented JSON, atomically: equal values give equal bytes."""
-    with atomic(path) as temp:
+    with atomic(path, scratch=scratch) as temp:
         temp.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n", "utf-8")
 
 
 def remove_temps(folder: Path) -> None:
-    """Remove what a killed writer left in `folder`."""
-    for temp in folder.glob(".*.tmp"):
+    """Remove what killed writers left in `folder` and below it."""
+    for temp in folder.rglob(".*.tmp*"):
         temp.unlink(missing_ok=True)
 
 

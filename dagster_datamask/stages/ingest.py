@@ -51,17 +51,17 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
     inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
     with run.generation(stage, snapshot, inputs) as generation:
-        made: list[str] = []
         duplicates = Duplicates(generation.work, total)
 
         def kernel() -> _Identify:
             duplicates.find(list(by_name), lambda name: _ids(source, by_name[name]))
-            return _Identify(duplicates, run.settings.source.hash_below, made)
+            return _Identify(duplicates, run.settings.source.hash_below)
 
         records = map_shards(
             generation,
             list(by_name),
-            lambda name: _rows(source, by_name[name]),
+            # every column is read, so that a broken page is found here and not by the export
+            lambda name: _rows(source, by_name[name], None, BATCH_ROWS),
             kernel,
             RAW,
             ext=".parquet",
@@ -69,7 +69,6 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             progress=run.progress(stage, snapshot),
             source=lambda name: {"content": contents[name], "footer": footers[name][1]},
         )
-        duplicates.check_made(made)
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
             writer.write(
                 pa.table({"shard": list(bad), "reason": [error.why for error in bad.values()]}, schema=QUARANTINED)
@@ -100,25 +99,24 @@ class _Batch:
         return self.rows.column(name) if name in self.rows.schema.names else None
 
 
-def _rows(source: Source, shard: Shard, columns: tuple[str, ...] = ("id", "text", "token_count")) -> Iterator[_Batch]:
+def _rows(source: Source, shard: Shard, columns: tuple[str, ...] | None, rows: int) -> Iterator[_Batch]:
     first = 0
-    for batch in source.batches(shard, columns, BATCH_ROWS if "text" in columns else _ID_ROWS):
+    for batch in source.batches(shard, columns, rows):
         yield _Batch(shard.name, first, batch)
         first += len(batch)
 
 
 def _ids(source: Source, shard: Shard) -> Iterator[tuple[int, list[str]]]:
-    for batch in _rows(source, shard, ("id",)):
+    for batch in _rows(source, shard, ("id",), _ID_ROWS):
         yield batch.first, base_ids(batch.column("id"), shard.name, batch.first, len(batch.rows))[0]
 
 
 class _Identify:
     """The kernel: ids, duplicates, blank texts."""
 
-    def __init__(self, duplicates: Duplicates, hash_below: float, made: list[str]) -> None:
+    def __init__(self, duplicates: Duplicates, hash_below: float) -> None:
         self._duplicates = duplicates
         self._hash_below = hash_below
-        self._made = made
         self._shard: str | None = None
         self._rows: dict[int, int] = {}
 
@@ -135,7 +133,6 @@ class _Identify:
             kind = self._rows.get(batch.first + k)
             if kind is not None:
                 ids[k] = renamed(own[k], batch.first + k, batch.shard, kind)
-                self._made.append(ids[k])
                 decisions[k], reasons[k] = "duplicate", f"same id as an earlier row: {own[k]}"
         tokens = batch.column("token_count")
         table = pa.table(
@@ -163,8 +160,6 @@ def _blank(texts: pa.Array | None) -> list[str | None]:
     """Why each text holds no words ("null_text", "blank_text"), or None. Any bytes are taken, valid UTF-8 or not."""
     if texts is None or pa.types.is_null(texts.type):
         return ["null_text"] * (0 if texts is None else len(texts))
-    if pa.types.is_dictionary(texts.type):
-        texts = texts.dictionary_decode()
     return [_why_blank(value) for value in texts.cast(pa.large_binary()).to_pylist()]
 
 

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 from dagster_datamask import __version__
 from dagster_datamask.reporting.figures import quality_diversity_figure
 from dagster_datamask.scoring.quality import PARTS
+from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.generations import Published
-from dagster_datamask.shards.schemas import DECISIONS, MANIFEST, BadShard
+from dagster_datamask.shards.schemas import DECISIONS, MANIFEST, BadShard, plain
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
@@ -183,6 +184,12 @@ def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
         if published.settings.get(key) != value
     ]
     classifiers = lineage["quality_classifiers"]
+    foreign += [
+        f"{name}: made with another generation of {ancestor}"
+        for name, published in sorted(lineage.items())
+        for ancestor, fingerprint in sorted(published.inputs.items())
+        if ancestor in lineage and lineage[ancestor].fingerprint != fingerprint
+    ]
     models = {
         "quality_classifiers": (classifiers.inputs, classifier_inputs(run.in_force, run.accelerator)),
         "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
@@ -272,7 +279,8 @@ def _sidecar(
 def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish the kept rows with all their columns and, beside them, doc_id, scores, quality, cluster and mask score.
 
-    Every shard's file has the union of the shards' columns, so that `datasets`, polars and DuckDB read them as one.
+    Every shard's file has the union of the shards' columns, so that `datasets`, polars and DuckDB read them as one;
+    bytes of a string that are no UTF-8 become U+FFFD, as the scorers saw them.
     Raises BadShard where the source has a column of a name that is added, or shards disagree on a column's type.
     """
     stage = STAGES["fineweb_mask"]
@@ -339,7 +347,7 @@ def _joined_schema(source: Source, reader: DocumentReader, raw: Published) -> pa
     own = pa.schema([])
     for shard in raw.shards:
         with source.open(reader.shard(shard)) as parquet:
-            found = parquet.schema_arrow.remove_metadata()
+            found = plain(parquet.schema_arrow)
         for name in found.names:
             if name in ADDED:
                 raise BadShard(
@@ -357,4 +365,12 @@ def _joined_schema(source: Source, reader: DocumentReader, raw: Published) -> pa
 
 
 def _conform(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
-    return rows[field.name].cast(field.type) if field.name in rows.column_names else pa.nulls(len(rows), field.type)
+    if field.name not in rows.column_names:
+        return pa.nulls(len(rows), field.type)
+    column = rows[field.name]
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            column = pa.array(decode_column(column)[0], column.type)
+    return column.cast(field.type)

@@ -1,0 +1,262 @@
+"""Publishing by pointer, leases between processes, and what gc may remove."""
+
+import json
+import multiprocessing as mp
+import os
+import signal
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from dagster_datamask.shards.engine import map_shards
+from dagster_datamask.shards.generations import NotPublished, Published, Store
+from dagster_datamask.shards.writer import table_file
+
+SCHEMA = pa.schema([("doc_id", pa.string())])
+
+
+def publish(
+    store: Store, value: int, *, asset: str = "a", snapshot: str | None = "S", inputs: dict[str, str] | None = None
+) -> Published:
+    """One generation of one shard with `value` rows."""
+    with store.generation(asset, snapshot, code_version="1", settings={"v": value}, inputs=inputs or {}) as generation:
+        with table_file(generation.folder / "s.parquet", SCHEMA) as out:
+            out.write(pa.table({"doc_id": [str(k) for k in range(value)]}, schema=SCHEMA))
+        record = generation.complete("s", ".parquet", rows=value, rows_in=value, counts={"good": value})
+        return generation.publish([record], ".parquet", {"value": value})
+
+
+def age(published: Published, seconds: int) -> None:
+    stamp = time.time() - seconds
+    os.utime(published.folder, (stamp, stamp))
+
+
+def test_what_is_not_published_says_what_to_do(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(NotPublished, match=r"a of snapshot S is not published under .*; materialise it first"):
+        store.current("a", "S")
+    with pytest.raises(NotPublished, match="run the job fit_global first"):
+        store.current("a")
+    assert store.published("a", "S") is None
+    assert store.snapshots("a") == []
+
+
+def test_readers_keep_their_generation_when_the_pointer_moves(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = publish(store, 1)
+    second = publish(store, 2)
+    assert first.folder != second.folder
+    assert first.path("s").exists()
+    assert first.record("s").rows == first.rows == 1
+    assert store.current("a", "S") == second
+    assert store.snapshots("a") == ["S"]
+
+
+def test_an_unpublished_generation_is_never_seen(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = publish(store, 1)
+    with (
+        pytest.raises(RuntimeError, match="before publishing"),
+        store.generation("a", "S", code_version="2", settings={}, inputs={}) as generation,
+    ):
+        with table_file(generation.folder / "s.parquet", SCHEMA) as out:
+            out.write(pa.table({"doc_id": ["x"]}, schema=SCHEMA))
+        raise RuntimeError("before publishing")
+    assert store.current("a", "S") == first
+
+
+def test_the_fingerprint_depends_on_each_of_its_parts(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    base: dict = {"code_version": "1", "settings": {"k": 1}, "inputs": {"i": "x"}}
+    variants = [
+        ("a", "S", base),
+        ("b", "S", base),
+        ("a", "T", base),
+        ("a", None, base),
+        ("a", "S", base | {"code_version": "2"}),
+        ("a", "S", base | {"settings": {"k": 2}}),
+        ("a", "S", base | {"inputs": {"i": "y"}}),
+    ]
+    seen = set()
+    for asset, snapshot, parts in variants:
+        with store.generation(asset, snapshot, **parts) as generation:
+            seen.add(generation.fingerprint)
+    assert len(seen) == len(variants)
+
+
+def test_a_record_is_valid_only_for_a_file_of_its_size(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    published = publish(store, 3)
+    with store.generation("a", "S", code_version="1", settings={"v": 3}, inputs={}) as generation:
+        assert generation.folder == published.folder
+        assert generation.record("s", ".parquet") == published.record("s")
+        assert generation.record("other", ".parquet") is None
+        published.path("s").write_bytes(b"cut")
+        assert generation.record("s", ".parquet") is None
+        published.path("s").unlink()
+        assert generation.record("s", ".parquet") is None
+
+
+def test_only_shards_without_a_valid_record_are_computed_again(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    built: list[str] = []
+    seen: list[str] = []
+
+    def kernel():
+        built.append("kernel")
+        return lambda batch: (seen.append(batch) or pa.table({"doc_id": [batch]}, schema=SCHEMA), 1, {"good": 1})
+
+    def run() -> None:
+        with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+            map_shards(
+                generation,
+                ["x", "y"],
+                lambda shard: [shard],
+                kernel,
+                SCHEMA,
+                ext=".parquet",
+                total_rows=2,
+                progress=lambda done, total, shard: None,
+            )
+
+    run()
+    run()
+    assert (built, seen) == (["kernel"], ["x", "y"])
+    (folder,) = (p for p in (tmp_path / "a" / "S").iterdir() if p.is_dir())
+    (folder / "y.parquet").write_bytes(b"")
+    (folder / ".y.parquet.1.tmp").touch()
+    run()
+    assert (built, seen) == (["kernel", "kernel"], ["x", "y", "y"])
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_failing_kernel_leaves_finished_shards_and_no_temp(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+
+    def kernel(batch: str):
+        if batch == "y":
+            raise RuntimeError("kernel")
+        return pa.table({"doc_id": [batch]}, schema=SCHEMA), 1, {"good": 1}
+
+    with (
+        pytest.raises(RuntimeError, match="kernel"),
+        store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation,
+    ):
+        map_shards(
+            generation,
+            ["x", "y"],
+            lambda shard: [shard],
+            lambda: kernel,
+            SCHEMA,
+            ext=".parquet",
+            total_rows=2,
+            progress=lambda done, total, shard: None,
+        )
+    assert sorted(p.name for p in generation.folder.iterdir()) == [".lease", "x.parquet", "x.parquet.done.json"]
+    assert store.published("a", "S") is None
+
+
+def test_publishing_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    trees = []
+    for root in (tmp_path / "one", tmp_path / "two"):
+        publish(Store(root), 2)
+        publish(Store(root), 2)
+        trees.append({p.relative_to(root): p.read_bytes() for p in root.rglob("*") if p.is_file()})
+    assert trees[0] == trees[1]
+
+
+def _hold(root: Path, ready: "mp.synchronize.Event", go: "mp.synchronize.Event") -> None:
+    with Store(root).generation("a", "S", code_version="1", settings={"v": 1}, inputs={}):
+        ready.set()
+        go.wait(60)
+
+
+@pytest.mark.parametrize("how", ["finishes", "is killed"])
+def test_a_second_process_waits_until_the_first(tmp_path: Path, how: str) -> None:
+    context = mp.get_context("spawn")
+    ready, go = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(tmp_path, ready, go))
+    holder.start()
+    assert ready.wait(60)
+    told: list[str] = []
+
+    def waiting(message: str) -> None:
+        told.append(message)
+        assert holder.is_alive()
+        if how == "finishes":
+            go.set()
+        else:
+            os.kill(holder.pid, signal.SIGKILL)
+
+    with Store(tmp_path).generation("a", "S", code_version="1", settings={"v": 1}, inputs={}, waiting=waiting):
+        holder.join(60)
+        assert holder.exitcode == (0 if how == "finishes" else -signal.SIGKILL)
+    assert len(told) == 1
+    assert "another run is writing" in told[0]
+
+
+def test_other_fingerprints_do_not_wait(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.generation("a", "S", code_version="1", settings={"v": 1}, inputs={}):
+        publish(store, 2)
+    assert store.current("a", "S").rows == 2
+
+
+def test_gc_keeps_the_newest_and_what_pointers_name(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    made = [publish(store, value) for value in (1, 2, 3, 4)]
+    for k, published in enumerate(made):
+        age(published, 1000 - k)
+    publish(store, 1)
+    age(made[0], 5000)
+    removed = store.gc(keep=2)
+    # the pointer's, though the oldest by time, and one more: the newest of the others
+    assert [made[0].folder.exists(), *(p.folder.exists() for p in made[1:])] == [True, False, False, True]
+    assert {path for path, _ in removed} == {f"a/S/{p.fingerprint}" for p in made[1:3]}
+    assert all(size > 0 for _, size in removed)
+    assert store.gc(keep=2) == []
+    with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
+        store.gc(keep=0)
+
+
+def test_gc_keeps_what_a_current_generation_was_made_from(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    old = publish(store, 1)
+    publish(store, 5, asset="b", inputs={"a": old.fingerprint})
+    publish(store, 2)
+    age(old, 1000)
+    assert store.gc(keep=1) == []
+    publish(store, 6, asset="b", inputs={"a": store.current("a", "S").fingerprint})
+    assert f"a/S/{old.fingerprint}" in [path for path, _ in store.gc(keep=1)]
+
+
+def test_gc_leaves_what_a_run_is_writing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    publish(store, 1)
+    with store.generation("a", "S", code_version="1", settings={"v": 9}, inputs={}) as generation:
+        os.utime(generation.folder, (0, 0))
+        assert store.gc(keep=1) == []
+        assert generation.folder.exists()
+    os.utime(generation.folder, (0, 0))
+    assert [path for path, _ in store.gc(keep=1)] == [f"a/S/{generation.fingerprint}"]
+
+
+def test_gc_of_an_empty_root_removes_nothing(tmp_path: Path) -> None:
+    assert Store(tmp_path).gc(keep=1) == []
+    assert Store(tmp_path / "absent").gc(keep=1) == []
+
+
+def test_a_stale_temp_of_the_pointer_goes_with_the_next_run(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    published = publish(store, 1)
+    (published.folder / ".current.json.1.tmp").write_text("{")
+    publish(store, 1)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
+        ".lease",
+        "current.json",
+        "s.parquet",
+        "s.parquet.done.json",
+    ]
+    assert json.loads((tmp_path / "a" / "S" / "current.json").read_text())["fingerprint"] == published.fingerprint
