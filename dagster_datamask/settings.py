@@ -100,7 +100,7 @@ class EmbedSettings(Section):
         None, ge=8, description="tokens of a document that the encoder reads; null: registry"
     )
     batch_tokens: int | None = Field(
-        None, ge=64, description="padded tokens in one forward pass; null: 4,096 on the CPU, 131,072 on CUDA"
+        None, ge=64, description="padded tokens in one forward pass; null: the device's default"
     )
 
 
