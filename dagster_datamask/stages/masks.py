@@ -351,7 +351,7 @@ def _facts(
         "trajectories": splits[0]["trajectories"],
         "beside": splits[0].get("beside"),
     }
-    if len(splits) == 1 or not kept:
+    if len(splits) == 1:
         return facts | {
             name: splits[0][name] for name in ("value", "quality", "quality_raw", "diversity", "certificate", "passes")
         }
