@@ -121,14 +121,18 @@ def test_edges_are_those_of_the_stage_table(defs: dg.Definitions) -> None:
         assert parents == set(stage.inputs), name
 
 
-def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_nothing_else() -> None:
+def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_follows() -> None:
     def versions(*overrides: str) -> dict[str, str]:
         specs = build_definitions(load_settings(None, overrides, env={})).resolve_all_asset_specs()
-        return {spec.key.to_user_string(): spec.code_version for spec in specs}
+        return {spec.key.to_user_string(): spec.code_version or "" for spec in specs}
+
+    def moved(*overrides: str) -> set[str]:
+        after = versions(*overrides)
+        return {name for name in before if before[name] != after[name]}
 
     before = versions()
-    assert versions() == before
-    after = versions("select.lambda=0.3")
-    assert {name for name in before if before[name] != after[name]} == {"datamask_masks"}
-    after = versions("prune.ratio=0.4")
-    assert {name for name in before if before[name] != after[name]} == {"pruned_documents", "quality_calibration"}
+    assert moved() == set()
+    assert moved("storage.root=/elsewhere", "source.url=/there", "compute.memory_limit_gb=2") == set()
+    assert moved("select.lambda=0.3") == {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+    assert moved("models.edu=other/model") == set(STAGES) - {"raw_shards"}
+    assert moved("source.on_bad_shard=quarantine") == {name for name, stage in STAGES.items() if stage.partitioned}

@@ -1,0 +1,84 @@
+"""What Dagster shows as stale after a change: what reads it and what follows, nothing else."""
+
+import shutil
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
+from dagster._core.loader import LoadingContextForTest
+
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.settings import Settings
+from dagster_datamask.stages.base import STAGES
+from tests.assets.conftest import Ran, execute
+from tests.conftest import SNAPSHOTS
+from tests.project import SNAPSHOT_STAGES, settings_for, write_shard
+
+FIRST, SECOND = SNAPSHOTS
+FROM_SELECTION = {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+
+
+def not_fresh(settings: Settings, instance: dg.DagsterInstance, snapshot: str) -> dict[str, StaleStatus]:
+    """Assets that the graph would not show as fresh, the global ones included, under these settings."""
+    graph = build_definitions(settings).resolve_asset_graph()
+    resolver = CachingStaleStatusResolver(instance, graph, LoadingContextForTest(instance))
+    found = {
+        name: resolver.get_status(dg.AssetKey(name), snapshot if stage.partitioned else None)
+        for name, stage in STAGES.items()
+    }
+    return {name: status for name, status in found.items() if status is not StaleStatus.FRESH}
+
+
+def test_all_is_fresh_after_a_complete_run(ran: Ran) -> None:
+    for snapshot in SNAPSHOTS:
+        assert not_fresh(ran.settings, ran.instance, snapshot) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale"),
+    [
+        ({"select.lambda": 0.3}, FROM_SELECTION),
+        ({"select.seed": 1}, FROM_SELECTION),
+        (
+            {"score.edu_max_tokens": 32},
+            {
+                *("quality_classifiers", "quality_calibration", "kmeans_centroids"),
+                *(set(SNAPSHOT_STAGES) - {"raw_shards"}),
+            },
+        ),
+        ({"cluster.k": 3}, {"kmeans_centroids", "kmeans_clusters", "fineweb_mask_manifest", "fineweb_mask"}),
+        ({"storage.root": "/elsewhere", "compute.memory_limit_gb": 4.0}, set()),
+    ],
+)
+def test_a_changed_setting_makes_stale_what_reads_it_and_what_follows(
+    ran: Ran, changed: dict[str, object], stale: set[str]
+) -> None:
+    found = not_fresh(ran.settings.replace(changed), ran.instance, FIRST)
+    assert set(found) == stale
+    assert set(found.values()) <= {StaleStatus.STALE}
+
+
+def test_a_replaced_shard_makes_its_own_snapshot_stale_once_its_rows_are_read_again(
+    tmp_path: Path, ran: Ran, small_source: Path, labels: Path
+) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    shutil.copytree(small_source, source)
+    shutil.copytree(ran.settings.storage.root, root)
+    settings = settings_for(source, root, labels)
+    with dg.DagsterInstance.ephemeral() as instance:
+        execute(settings, instance, "fit_global")
+        for snapshot in SNAPSHOTS:
+            assert execute(settings, instance, "full", snapshot).success
+        write_shard(source, FIRST, "001_00000", 30)
+        read_again = build_definitions(settings).resolve_implicit_global_asset_job_def()
+        read_again.get_subset(asset_selection={dg.AssetKey("raw_shards")}).execute_in_process(
+            instance=instance, partition_key=FIRST
+        )
+        # changed data shows where it is read; what reads that follows as soon as it changes in turn
+        assert set(not_fresh(settings, instance, FIRST)) == {
+            name for name in SNAPSHOT_STAGES if "raw_shards" in STAGES[name].inputs
+        }
+        assert not_fresh(settings, instance, SECOND) == {}
+        assert execute(settings, instance, "full", FIRST).success
+        assert not_fresh(settings, instance, FIRST) == {}

@@ -1,0 +1,249 @@
+"""new_shards, called as the daemon calls it: partitions and runs for what is new or changed, once."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.sensors.new_shards import build_new_shards
+from dagster_datamask.settings import Settings
+from dagster_datamask.shards.generations import Store
+from tests.project import settings_for, write_shard
+
+PARTITIONS = cc_snapshot.name or ""
+
+
+class Daemon:
+    """Ticks of the sensor against one instance, with what the daemon does to cursor and partitions."""
+
+    def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
+        self.sensor = build_new_shards(settings)
+        self.settings = settings
+        self.instance = instance
+        self.cursor: str | None = None
+        self.run_keys: set[str] = set()
+
+    def tick(self) -> list[dg.RunRequest] | str:
+        """The requests that would become runs (a run key counts once), or why the tick was skipped."""
+        context = dg.build_sensor_context(instance=self.instance, cursor=self.cursor)
+        result = self.sensor(context, storage=StorageResource.from_settings(self.settings))
+        if isinstance(result, dg.SkipReason):
+            return result.skip_message or ""
+        self.cursor = result.cursor
+        for request in result.dynamic_partitions_requests or []:
+            self.instance.add_dynamic_partitions(PARTITIONS, list(request.partition_keys))
+        new = [request for request in result.run_requests or [] if request.run_key not in self.run_keys]
+        self.run_keys |= {request.run_key or "" for request in new}
+        return new
+
+    def snapshots(self) -> list[str | None]:
+        """The partitions of the next tick's requests."""
+        requests = self.tick()
+        assert not isinstance(requests, str), requests
+        return [request.partition_key for request in requests]
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield instance
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    for snapshot in ("CC-MAIN-2024-10", "CC-MAIN-2024-18"):
+        write_shard(source, snapshot, "000_00000", 2)
+    return source
+
+
+@pytest.fixture
+def settings(source: Path, fitted_root: Path, labels: Path) -> Settings:
+    return settings_for(source, fitted_root, labels)
+
+
+@pytest.fixture
+def daemon(settings: Settings, instance: dg.DagsterInstance) -> Daemon:
+    return Daemon(settings, instance)
+
+
+def test_new_snapshots_become_partitions_and_one_run_each(daemon: Daemon) -> None:
+    requests = daemon.tick()
+    assert not isinstance(requests, str)
+    assert [request.partition_key for request in requests] == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]
+    assert list(daemon.instance.get_dynamic_partitions(PARTITIONS)) == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]
+    for request in requests:
+        fingerprint = (
+            StorageResource.from_settings(daemon.settings).documents().listing_fingerprint(request.partition_key or "")
+        )
+        assert request.run_key == f"{request.partition_key}:{fingerprint}"
+        assert request.job_name == "full"
+
+
+def test_a_second_tick_has_nothing_to_do(daemon: Daemon) -> None:
+    assert len(daemon.snapshots()) == 2
+    cursor = daemon.cursor
+    assert daemon.tick() == "2 snapshots, none new or changed"
+    assert daemon.cursor == cursor
+
+
+def test_a_lost_cursor_asks_again_under_the_same_run_keys(daemon: Daemon) -> None:
+    daemon.snapshots()
+    daemon.cursor = None
+    assert daemon.tick() == []
+
+
+def test_a_dropped_shard_runs_its_own_snapshot_alone(daemon: Daemon, source: Path) -> None:
+    daemon.snapshots()
+    write_shard(source, "CC-MAIN-2024-18", "001_00000", 2)
+    assert daemon.snapshots() == ["CC-MAIN-2024-18"]
+    assert daemon.tick() == "2 snapshots, none new or changed"
+
+
+def test_a_replaced_shard_runs_its_snapshot_again(daemon: Daemon, source: Path) -> None:
+    daemon.snapshots()
+    shard = write_shard(source, "CC-MAIN-2024-10", "000_00000", 3)
+    os.utime(shard, ns=(1, 1))
+    assert daemon.snapshots() == ["CC-MAIN-2024-10"]
+
+
+def test_a_removed_shard_runs_its_snapshot_again(daemon: Daemon, source: Path) -> None:
+    extra = write_shard(source, "CC-MAIN-2024-10", "001_00000", 2)
+    daemon.snapshots()
+    extra.unlink()
+    assert daemon.snapshots() == ["CC-MAIN-2024-10"]
+
+
+def test_files_that_are_no_shards_do_not_launch_anything(daemon: Daemon, source: Path) -> None:
+    daemon.snapshots()
+    folder = source / "data" / "CC-MAIN-2024-10"
+    (folder / "_SUCCESS").touch()
+    (folder / ".001_00000.parquet.tmp").write_bytes(b"half")
+    (folder / "README.md").write_text("x")
+    assert daemon.tick() == "2 snapshots, none new or changed"
+
+
+def test_twenty_five_a_tick_and_the_rest_on_the_next(daemon: Daemon, source: Path) -> None:
+    for k in range(58):
+        folder = source / "data" / f"CC-MAIN-2025-{k:02d}"
+        folder.mkdir()
+        shutil.copyfile(source / "data" / "CC-MAIN-2024-10" / "000_00000.parquet", folder / "000_00000.parquet")
+    first, second, third = daemon.snapshots(), daemon.snapshots(), daemon.snapshots()
+    assert [len(first), len(second), len(third)] == [25, 25, 10]
+    assert len({*first, *second, *third}) == 60
+    assert daemon.tick() == "60 snapshots, none new or changed"
+    assert sorted(daemon.instance.get_dynamic_partitions(PARTITIONS)) == sorted(json.loads(daemon.cursor or ""))
+
+
+def test_the_cursor_outlives_the_process(daemon: Daemon, source: Path, instance: dg.DagsterInstance) -> None:
+    daemon.snapshots()
+    restarted = Daemon(daemon.settings, instance)
+    restarted.cursor = daemon.cursor
+    assert restarted.tick() == "2 snapshots, none new or changed"
+    write_shard(source, "CC-MAIN-2026-01", "000_00000", 1)
+    assert restarted.snapshots() == ["CC-MAIN-2026-01"]
+
+
+def test_a_missing_source_is_a_reason_and_not_a_failure(daemon: Daemon, source: Path) -> None:
+    shutil.rmtree(source)
+    reason = daemon.tick()
+    assert isinstance(reason, str)
+    assert str(source) in reason and "does not exist" in reason and "DATAMASK_SOURCE" in reason
+
+
+def test_no_source_says_how_to_set_one(settings: Settings, instance: dg.DagsterInstance) -> None:
+    reason = Daemon(settings.replace({"source.url": ""}), instance).tick()
+    assert isinstance(reason, str) and reason.startswith("no source is set")
+
+
+def test_an_empty_snapshot_waits_for_its_shards_and_holds_up_no_other(daemon: Daemon, source: Path) -> None:
+    (source / "data" / "CC-MAIN-2024-01").mkdir()
+    assert daemon.snapshots() == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]
+    write_shard(source, "CC-MAIN-2024-01", "000_00000", 1)
+    assert daemon.snapshots() == ["CC-MAIN-2024-01"]
+
+
+@pytest.mark.parametrize("name", ["a,b", "with space", "-dash", "dots...", "a|b"])
+def test_a_folder_that_cannot_be_a_partition_is_warned_about_and_left(
+    daemon: Daemon, source: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (source / "data" / name).mkdir()
+    assert daemon.snapshots() == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]
+    warned = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert any(repr(name) in line and "rename it" in line for line in warned)
+
+
+class TestFitFirst:
+    @pytest.fixture
+    def unfitted(self, source: Path, tmp_path: Path, labels: Path, instance: dg.DagsterInstance) -> Daemon:
+        return Daemon(settings_for(source, tmp_path / "root", labels), instance)
+
+    def request(self, daemon: Daemon) -> dg.RunRequest:
+        requests = daemon.tick()
+        assert not isinstance(requests, str), requests
+        (request,) = requests
+        return request
+
+    def start(self, daemon: Daemon, status: dg.DagsterRunStatus) -> str:
+        """A run of fit_global as the daemon would have launched it, in a given state."""
+        request = self.request(daemon)
+        job = build_definitions(daemon.settings).resolve_job_def("fit_global")
+        return daemon.instance.create_run_for_job(job, tags=request.tags, status=status).run_id
+
+    def test_fit_global_is_asked_for_alone(self, unfitted: Daemon) -> None:
+        request = self.request(unfitted)
+        assert request.job_name == "fit_global"
+        assert request.partition_key is None
+        assert not unfitted.instance.get_dynamic_partitions(PARTITIONS)
+
+    def test_then_the_sensor_waits_and_says_for_which_run(self, unfitted: Daemon) -> None:
+        run_id = self.start(unfitted, dg.DagsterRunStatus.STARTED)
+        reason = unfitted.tick()
+        assert isinstance(reason, str)
+        assert reason.startswith(f"waiting for fit_global (run {run_id})")
+        assert "quality_classifiers (missing)" in reason
+
+    def test_a_failed_fit_is_told_and_not_repeated_for_ever(self, unfitted: Daemon) -> None:
+        run_id = self.start(unfitted, dg.DagsterRunStatus.FAILURE)
+        reason = unfitted.tick()
+        assert isinstance(reason, str)
+        assert f"fit_global failed (run {run_id}); mend its cause and run the job fit_global again" in reason
+
+    def test_files_removed_after_a_finished_fit_are_fitted_again(self, unfitted: Daemon) -> None:
+        self.start(unfitted, dg.DagsterRunStatus.SUCCESS)
+        assert self.request(unfitted).job_name == "fit_global"
+
+    def test_once_fitted_the_snapshots_follow(self, unfitted: Daemon, fitted_root: Path) -> None:
+        self.start(unfitted, dg.DagsterRunStatus.SUCCESS)
+        shutil.copytree(fitted_root, unfitted.settings.storage.root)
+        assert unfitted.snapshots() == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]
+
+    def test_changed_settings_need_a_new_fit_and_say_which_asset(self, daemon: Daemon) -> None:
+        changed = Daemon(daemon.settings.replace({"cluster.k": 3}), daemon.instance)
+        assert self.start(changed, dg.DagsterRunStatus.STARTED)
+        reason = changed.tick()
+        assert isinstance(reason, str) and "kmeans_centroids (fitted under other settings)" in reason
+
+    def test_another_settings_failure_is_not_held_against_these(self, unfitted: Daemon) -> None:
+        self.start(unfitted, dg.DagsterRunStatus.FAILURE)
+        changed = Daemon(unfitted.settings.replace({"cluster.k": 3}), unfitted.instance)
+        assert self.request(changed).job_name == "fit_global"
+
+
+def test_an_unusable_root_is_a_reason(settings: Settings, instance: dg.DagsterInstance) -> None:
+    reason = Daemon(settings.replace({"storage.root": "s3://bucket/root"}), instance).tick()
+    assert isinstance(reason, str) and "results go to a folder" in reason
+
+
+def test_the_root_is_only_looked_at(daemon: Daemon) -> None:
+    root = Store(Path(daemon.settings.storage.root)).root
+    before = sorted(str(path) for path in root.rglob("*"))
+    daemon.tick()
+    assert sorted(str(path) for path in root.rglob("*")) == before
