@@ -11,19 +11,17 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-# Columns of the summary: key of a row, heading, and how the value reads.
+# Columns of the summary: key of a row, heading, and how the value reads. Narrow, so that 80 columns hold it.
 _SUMMARY = (
     ("snapshot", "snapshot", "text"),
-    ("readable", "readable", "count"),
-    ("unscored", "unscored", "count"),
-    ("pruned", "pruned", "count"),
-    ("kept", "kept", "count"),
-    ("budget", "budget", "count"),
+    ("readable", "rows", "large"),
+    ("unscored", "unscored", "large"),
+    ("pruned", "pruned", "large"),
+    ("kept", "kept", "kept"),
     ("value", "value", "value"),
-    ("upper_bound", "bound", "value"),
-    ("gap", "gap", "gap"),
-    ("share", "share", "share"),
-    ("tokens_kept", "tokens", "large"),
+    ("gap", "gap to\nbound", "gap"),
+    ("share", "share\nof gain", "share"),
+    ("tokens_kept", "tokens\nkept", "large"),
 )
 _SUMMED = ("readable", "unscored", "pruned", "kept", "budget", "tokens_kept")
 
@@ -73,30 +71,33 @@ def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) ->
 def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by snapshot") -> Table:
     """The terminal's summary, one row per snapshot, with a last row of sums where there are several.
 
-    Keys of a row: `snapshot, readable, unscored, pruned, kept, budget, value, upper_bound, gap, share, tokens_kept`; an
-    absent or null value is a dash. `share` is the share of the achievable gain over a uniform mask. Values and bounds
-    are not summed: they are not of one problem. Full width is 105 columns; a narrower terminal folds cells and cuts
-    none off.
+    Keys of a row: `snapshot, readable, unscored, pruned, kept, budget, value, gap, share, tokens_kept`; an absent or
+    null value is a dash. What was kept stands alone where it is the budget, else as "kept of budget"; `unscored` shows
+    where there are any. `share` is the share of the achievable gain over a uniform mask. Values and gaps are not
+    summed: they are not of one problem. A row takes about 80 columns; a narrower terminal folds cells, cutting none.
     """
+    columns = [column for column in _SUMMARY if column[0] != "unscored" or any(row.get("unscored") for row in rows)]
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for key, heading, _ in _SUMMARY:
-        table.add_column(heading, justify="left" if key == "snapshot" else "right", overflow="fold")
+    for key, heading, _ in columns:
+        name = key == "snapshot"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name, overflow="fold", vertical="bottom")
     for i, row in enumerate(rows):
-        cells = [_summary_cell(row.get(key), how) for key, _, how in _SUMMARY]
-        table.add_row(*cells, end_section=i == len(rows) - 1)
+        table.add_row(*(_summary_cell(row, key, how) for key, _, how in columns), end_section=i == len(rows) - 1)
     if len(rows) > 1:
         sums = {key: sum(row[key] for row in rows) for key in _SUMMED if all(row.get(key) is not None for row in rows)}
-        table.add_row(*(_summary_cell({"snapshot": "all", **sums}.get(k), how) for k, _, how in _SUMMARY), style="bold")
+        table.add_row(*(_summary_cell({"snapshot": "all", **sums}, k, how) for k, _, how in columns), style="bold")
     return table
 
 
-def _summary_cell(value: Any, how: str) -> str:
+def _summary_cell(row: Mapping[str, Any], key: str, how: str) -> str:
+    value = row.get(key)
     if value is None:
         return "–"
     if how == "text":
         return str(value)
-    if how == "count":
-        return f"{int(value):,}"
+    if how == "kept":
+        budget = row.get("budget")
+        return f"{int(value):,}" if budget in (None, value) else f"{int(value):,} of {int(budget):,}"
     if how == "value":
         return f"{value:.6f}"
     if how == "gap":

@@ -159,7 +159,10 @@ def _from_files(ref: str, resolved: ResolvedModel) -> EncoderSpec:
 def _load(path: Path, device: str) -> "SentenceTransformer":
     from safetensors import SafetensorError
     from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
 
+    # a bar for weights that load in a moment, on a stderr that belongs to the run's own progress
+    logging.disable_progress_bar()
     if not path.is_dir() or not (path / "config.json").is_file():
         raise ValueError(f"encoder {path}: not a SentenceTransformer or transformers directory (no config.json in it)")
     try:

@@ -76,7 +76,9 @@ class TransformersRegressionScorer:
         import torch
         from safetensors import SafetensorError
         from transformers import AutoModelForSequenceClassification
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         try:
             model, loading = AutoModelForSequenceClassification.from_pretrained(
                 self.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
