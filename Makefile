@@ -56,6 +56,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.selection --out .benchmarks/selection.json
+	$(BIN)/python -m benchmarks.shards --out .benchmarks/shards.json
 
 clean:
 	rm -rf .demo .dagster_home .benchmarks

@@ -42,7 +42,7 @@ def combine(
         raise ValueError(f"reasons must name {', '.join(PARTS)}, not {', '.join(sorted(reasons))}")
     n = len(columns["dclm"])
     total = np.zeros(n)
-    why: list[list[str]] = [[] for _ in range(n)]
+    why: dict[int, list[str]] = {}
     for (part, column), weight in zip(columns.items(), weights, strict=True):
         if column.shape != (n,) or len(reasons[part]) != n:
             raise ValueError(
@@ -61,12 +61,14 @@ def combine(
         if weight == 0:
             continue
         for row in np.flatnonzero(missing).tolist():
-            why[row].append(f"{part}:{reasons[part][row]}")
+            why.setdefault(int(row), []).append(f"{part}:{reasons[part][row]}")
         scaled = np.clip(column, 0.0, PART_MAX) if part == "edu" else PART_MAX * column
         total += weight * scaled
     quality = np.minimum(total * (3.0 / sum(weights)), QUALITY_MAX)
-    joined = [",".join(parts) if parts else None for parts in why]
-    quality[[reason is not None for reason in joined]] = np.nan
+    joined: list[str | None] = [None] * n
+    for row, parts in why.items():
+        quality[row] = np.nan
+        joined[row] = ",".join(parts)
     return quality, joined
 
 
