@@ -28,7 +28,7 @@ from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import load_settings
 from dagster_datamask.shards import shuffle
-from dagster_datamask.shards.engine import map_shards, peak_memory_mb
+from dagster_datamask.shards.engine import map_shards
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
@@ -183,7 +183,8 @@ def _raw(run: Run, source: Source) -> None:
 def peak_of(rows: int) -> float:
     """Peak memory in MB of a fresh process that runs the stages on `rows` documents."""
     code = (
-        "import sys, tempfile; from pathlib import Path; from benchmarks.shards import measure, peak_memory_mb\n"
+        "import sys, tempfile; from pathlib import Path; from benchmarks.shards import measure\n"
+        "from dagster_datamask.shards.engine import peak_memory_mb\n"
         "with tempfile.TemporaryDirectory() as folder: measure(int(sys.argv[1]), Path(folder))\n"
         "print(peak_memory_mb())"
     )
