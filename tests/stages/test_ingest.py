@@ -242,5 +242,5 @@ def test_running_again_reads_nothing_and_changes_nothing(project: Project) -> No
 
 def test_the_wild_snapshot_has_no_failing_check(wild: Finished) -> None:
     project, outcomes = wild
-    assert {name: failed(outcome) for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, {})
+    assert {name: failed(outcome) for name, outcome in outcomes.items()} == {name: {} for name in outcomes}
     assert project.source.snapshots() == [WILD]

@@ -1,0 +1,44 @@
+"""Devices as plain values, resolved on this machine as it is."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable, resolve
+
+CUDA = torch.cuda.is_available()
+
+
+def test_the_cpu_is_always_there() -> None:
+    assert resolve("cpu") == Accelerator("cpu", "float32", None, "CPU") == Accelerator()
+    assert resolve("cpu", "bfloat16", 4.0).describe() == {
+        "device": "cpu",
+        "device_name": "CPU",
+        "dtype": "bfloat16",
+        "memory_limit_gb": 4.0,
+    }
+    assert not resolve("cpu").is_cuda
+
+
+def test_auto_takes_what_there_is() -> None:
+    found = resolve()
+    assert (found.device, found.dtype) == (("cuda:0", "bfloat16") if CUDA else ("cpu", "float32"))
+    assert found.is_cuda == CUDA
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "cuda", "gpu", "tpu"])
+def test_what_is_not_there_names_what_is(device: str) -> None:
+    with pytest.raises(AcceleratorUnavailable, match=rf"accelerator '{device}' is not on this machine; there are: cpu"):
+        resolve(device)
+
+
+def test_an_unknown_dtype_names_the_known() -> None:
+    with pytest.raises(ValueError, match=r"compute\.dtype 'int8' is none of: auto, float32, bfloat16, float16"):
+        resolve("cpu", "int8")
+
+
+def test_the_value_alone_needs_no_torch() -> None:
+    code = "import sys; from dagster_datamask.accelerator import Accelerator; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

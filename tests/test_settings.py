@@ -1,0 +1,304 @@
+"""datamask.toml: every key typed, every mistake named, every source of a value in its place."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dagster_datamask.settings import PROFILES, Settings, SettingsError, known_keys, load_settings, section_models
+from dagster_datamask.stages.base import STAGES
+
+# a value other than the default for every key a stage can read
+OTHER = {
+    "source.url": "elsewhere",
+    "source.on_bad_shard": "quarantine",
+    "source.hash_below": 0.5,
+    "storage.root": "elsewhere",
+    "models.encoder": "other/model",
+    "models.encoder_prefix": "q: ",
+    "models.dclm": "trained",
+    "models.dclm_label": "__label__x",
+    "models.wiki": "other.bin",
+    "models.wiki_label": "__label__x",
+    "models.edu": "trained",
+    "score.dclm_labels": "a.parquet",
+    "score.wiki_labels": "b.parquet",
+    "score.edu_labels": "c.parquet",
+    "score.edu_max_tokens": 64,
+    "score.weights": [1.0, 2.0, 3.0],
+    "score.calibration_snapshots": ["S"],
+    "score.calibration_sample": 10,
+    "prune.ratio": 0.3,
+    "prune.threshold": "frozen",
+    "embed.documents": "all",
+    "embed.max_tokens": 64,
+    "embed.batch_tokens": 128,
+    "cluster.k": 3,
+    "cluster.sample": 10,
+    "cluster.iterations": 3,
+    "cluster.seed": 1,
+    "select.lambda": 0.3,
+    "select.budget": "5%",
+    "select.solver": "certified",
+    "select.scale": "raw",
+    "select.group": 64,
+    "select.lr": 5.0,
+    "select.steps": 100,
+    "select.batch": 0.1,
+    "select.gradient": "ordered",
+    "select.final": "sampled",
+    "select.l_min": -1.0,
+    "select.l_max": 3.0,
+    "select.split": 1000,
+    "select.seed": 7,
+    "select.compare_steps": 10,
+    "compute.device": "cpu",
+    "compute.dtype": "float32",
+    "compute.memory_limit_gb": 4.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working directory without a datamask.toml: the repository has one."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "datamask.toml"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def loaded(*overrides: str) -> Settings:
+    return load_settings(None, overrides, env={})
+
+
+def test_the_defaults_are_the_papers() -> None:
+    settings = loaded()
+    assert settings.profile == "paper"
+    paper = {
+        "prune.ratio": 0.45,
+        "select.budget": "10%",
+        "select.lambda": 0.5,
+        "select.group": 128,
+        "select.lr": 10.0,
+        "select.steps": 10_000,
+        "select.batch": 0.05,
+        "select.split": 1_000_000,
+        "select.l_min": 0.0,
+        "select.l_max": 2.0,
+        "select.seed": 0,
+        "select.solver": "policy_gradient",
+        "select.scale": "minmax",
+        "embed.documents": "survivors",
+        "source.on_bad_shard": "fail",
+        "score.weights": [1.0, 1.0, 1.0],
+    }
+    assert settings.subset(paper) == dict(sorted(paper.items()))
+
+
+def test_every_key_is_read_written_and_described() -> None:
+    assert sorted(OTHER) == sorted(set(known_keys()) - {"profile"})
+    settings = loaded()
+    for key, value in OTHER.items():
+        changed = settings.replace({key: value})
+        assert settings.get(key) != value
+        assert changed.get(key) == value
+        assert [k for k in OTHER if changed.get(k) != settings.get(k)] == [key]
+    for model in section_models().values():
+        for name, field in model.model_fields.items():
+            assert field.description, name
+
+
+def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
+    settings = loaded()
+    before = {name: stage.code_version(settings) for name, stage in STAGES.items()}
+    for key, value in OTHER.items():
+        changed = settings.replace({key: value})
+        moved = {name for name, stage in STAGES.items() if stage.code_version(changed) != before[name]}
+        assert moved == {name for name, stage in STAGES.items() if key in stage.reads}, key
+    for key, stages in {
+        "select.lambda": {"datamask_masks"},
+        "prune.threshold": {"pruned_documents"},
+        "cluster.k": {"kmeans_centroids"},
+        "source.on_bad_shard": {"raw_shards"},
+        "storage.root": set(),
+        "source.url": set(),
+        "compute.device": set(),
+    }.items():
+        assert {name for name, stage in STAGES.items() if key in stage.reads} == stages, key
+
+
+def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
+    read = {key for stage in STAGES.values() for key in stage.reads}
+    assert set(OTHER) - read == {
+        "source.url",
+        "storage.root",
+        "compute.device",
+        "compute.dtype",
+        "compute.memory_limit_gb",
+    }
+    assert read <= set(OTHER)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("select.lamda=0.3", "unknown setting select.lamda; did you mean 'select.lambda'?"),
+        ("select.lambda_=0.3", "unknown setting select.lambda_; did you mean 'select.lambda'?"),
+        ("prune.ration=0.3", "did you mean 'prune.ratio'?"),
+        ("selct.lambda=0.3", "unknown section [selct]; did you mean 'select'?"),
+        ("select.lambda.x=1", "unknown setting select.lambda.x; did you mean 'select.lambda'?"),
+        ("select=5", "select is a section; write [select] and its keys below it"),
+        ("select.lambda", "override 'select.lambda' is not of the form section.key=value"),
+        ("profile=fast", "profile 'fast' is none of: paper, demo"),
+        ("select.lambda=1.5", "select.lambda = 1.5: Input should be less than or equal to 1"),
+        ("select.lambda=-0.1", "select.lambda = -0.1: Input should be greater than or equal to 0"),
+        ("select.lambda=high", "select.lambda = 'high': Input should be a valid number"),
+        ("select.lambda=true", "select.lambda = True: Input should be a valid number"),
+        ("select.lambda=nan", "select.lambda = nan"),
+        ("select.l_min=inf", "select.l_min = inf: Input should be a finite number"),
+        ("select.steps=0", "select.steps = 0: Input should be greater than or equal to 1"),
+        ("select.steps=3.0", "select.steps = 3.0: Input should be a valid integer"),
+        ("select.seed=true", "select.seed = True: Input should be a valid integer"),
+        ("select.group=1", "select.group = 1"),
+        ("select.lr=0", "select.lr = 0"),
+        ("select.batch=0", "select.batch = 0"),
+        ("select.split=0", "select.split = 0"),
+        ("select.solver=best", "select.solver = 'best': Input should be 'policy_gradient', 'certified'"),
+        ("select.budget=lots", "budget 'lots' cannot be read"),
+        ("select.budget=101%", "asks for more than"),
+        ("select.budget=-5", "is negative"),
+        ("prune.ratio=1", "prune.ratio = 1: Input should be less than 1"),
+        ("score.weights=[1,2]", "takes three numbers >= 0 (DCLM, Edu, Wiki), not all zero"),
+        ("score.weights=[0,0,0]", "not all zero"),
+        ("score.weights=[1,-1,1]", "takes three numbers"),
+        ("score.weights=[nan,1,1]", "score.weights.0 = nan: Input should be a finite number"),
+        ("source.on_bad_shard=skip", "Input should be 'fail' or 'quarantine'"),
+        ("source.hash_below=0", "source.hash_below = 0"),
+        ("storage.root=5", "storage.root = 5: Input should be a valid string"),
+        ("compute.dtype=int8", "compute.dtype = 'int8'"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(override: str, message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        loaded(override)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_section_and_its_key_in_one_breath_is_told_apart() -> None:
+    with pytest.raises(SettingsError, match="select is a section"):
+        loaded("select=5", "select.lambda=0.3")
+
+
+def test_mistakes_in_the_file_name_the_file(tmp_path: Path) -> None:
+    for text, message in (
+        ("[select]\nlamda = 0.3\n", "unknown setting select.lamda; did you mean 'select.lambda'?"),
+        ("[select]\nlambda = 2\n", "select.lambda = 2"),
+        ("[select\n", "is not TOML"),
+    ):
+        path = written(tmp_path, text)
+        with pytest.raises(SettingsError) as caught:
+            load_settings(path, env={})
+        assert str(path) in str(caught.value)
+        assert message in str(caught.value)
+    path.write_bytes(b"\xff")
+    with pytest.raises(SettingsError, match="is not TOML"):
+        load_settings(path, env={})
+    with pytest.raises(SettingsError, match=r"settings file .*absent\.toml does not exist; write one, or unset"):
+        load_settings(tmp_path / "absent.toml", env={})
+
+
+def test_changes_are_checked_as_the_file_is() -> None:
+    settings = loaded()
+    with pytest.raises(SettingsError, match=r"the changed settings: unknown setting select\.lamda; did you mean"):
+        settings.replace({"select.lamda": 0.3})
+    with pytest.raises(SettingsError, match=r"the changed settings: select\.lambda = 3"):
+        settings.replace({"select.lambda": 3})
+    assert settings.replace({}) == settings
+
+
+def test_numbers_are_read_as_budgets() -> None:
+    for given, read in (("select.budget=0.1", "10%"), ("select.budget=5000", "5000"), ("select.budget=2.5%", "2.5%")):
+        assert loaded(given).select.budget == read
+    assert loaded("select.lr=5").select.lr == 5.0
+    with pytest.raises(SettingsError, match=r"select\.budget"):
+        loaded("select.budget=true")
+
+
+def test_overrides_beat_the_environment_which_beats_the_file_which_beats_the_profile(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        'profile = "demo"\n[storage]\nroot = "/file"\n[source]\nurl = "/file"\n[select]\nlambda = 0.2\n'
+        "[embed]\nmax_tokens = 99\n",
+    )
+    env = {"DATAMASK_CONFIG": str(path), "DATAMASK_ROOT": "/env", "DATAMASK_SOURCE": "/env"}
+    settings = load_settings(None, ["storage.root=/override", "select.lambda=0.4"], env)
+    assert settings.storage.root == "/override"
+    assert settings.source.url == "/env"
+    assert settings.select.lambda_ == 0.4
+    assert settings.embed.max_tokens == 99
+    assert settings.models.dclm == "trained"
+    assert settings.score.edu_max_tokens == PROFILES["demo"]["score"]["edu_max_tokens"]
+    assert load_settings(path, env={"DATAMASK_CONFIG": "/absent.toml"}).select.lambda_ == 0.2
+    assert load_settings(path, ["profile=paper"], env={}).models.wiki == "trained"
+    assert load_settings(path, ["profile=paper"], env={}).score.edu_max_tokens == 512
+
+
+def test_relative_paths_are_those_of_the_file_or_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    path = written(
+        tmp_path / "conf",
+        '[source]\nurl = "in"\n[storage]\nroot = "../out"\n'
+        '[models]\nencoder = "org/name"\ndclm = "./m.bin"\nwiki = "https://x/m.bin"\n'
+        '[score]\nedu_labels = "e.parquet"\n',
+    )
+    settings = load_settings(path, env={})
+    assert settings.source.url == str(tmp_path / "conf" / "in")
+    assert settings.storage.root == str(tmp_path / "out")
+    assert settings.models.encoder == "org/name"
+    assert settings.models.dclm == str(tmp_path / "conf" / "m.bin")
+    assert settings.models.wiki == "https://x/m.bin"
+    assert settings.score.edu_labels == str(tmp_path / "conf" / "e.parquet")
+    settings = load_settings(path, ["storage.root=here"], env={"DATAMASK_SOURCE": "memory://x"})
+    assert settings.storage.root == str(tmp_path / "work" / "here")
+    assert settings.source.url == "memory://x"
+
+
+def test_the_file_beside_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert loaded().select.lambda_ == 0.5
+    written(tmp_path, "[select]\nlambda = 0.1\n")
+    assert loaded().select.lambda_ == 0.1
+
+
+def test_settings_do_not_change_under_their_reader() -> None:
+    settings = loaded()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.select.seed = 3
+    hash_ = settings.hash(OTHER)
+    settings.replace({"select.seed": 3})
+    assert settings.hash(OTHER) == hash_
+
+
+def test_the_hash_is_the_same_in_another_process() -> None:
+    keys = sorted(OTHER)
+    code = (
+        "import json, sys; from dagster_datamask.settings import load_settings; "
+        "print(load_settings(None, [], env={}).hash(json.loads(sys.argv[1])))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(keys[::-1])], capture_output=True, text=True, check=True
+    )
+    settings = loaded()
+    own = settings.hash(keys)
+    assert len(own) == 12
+    assert other.stdout.strip() == own
