@@ -3,6 +3,8 @@
 Only names, types and their check belong here; reading is `source`'s and writing is `writer`'s.
 """
 
+from collections.abc import Iterable
+
 import pyarrow as pa
 
 DECISIONS = (
@@ -67,6 +69,17 @@ MANIFEST = pa.schema(
         ("token_count", pa.int64()),
     ]
 )
+# what fineweb_mask adds to the source's own columns, and from which column of the manifest
+ADDED = {
+    "doc_id": "doc_id",
+    "dclm": "dclm",
+    "edu": "edu",
+    "wiki": "wiki",
+    "quality": "quality",
+    "cluster": "cluster",
+    "split": "split",
+    "mask_score": "score",
+}
 QUARANTINED = pa.schema([("shard", pa.string()), ("reason", pa.string())])
 
 
@@ -106,6 +119,35 @@ def plain(schema: pa.Schema) -> pa.Schema:
     return pa.schema([field.with_type(_plain_type(field.type)) for field in schema])
 
 
+def joined(found: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
+    """The schema of fineweb_mask: the union of the shards' (path, plain schema), and the columns that are added.
+
+    `text` and `id` are strings, whatever a shard calls them.
+    Raises ColumnClash where a shard has a column of an added name, or of another type than the shards before it.
+    """
+    own = pa.schema([])
+    for path, schema in found:
+        for name in schema.names:
+            if name in ADDED:
+                raise ColumnClash(f"{path}: already has a column {name!r}, which fineweb_mask adds; rename it there")
+        try:
+            text = pa.schema([_as_text(field) for field in schema])
+            own = pa.unify_schemas([own, text], promote_options="permissive")
+        except pa.ArrowTypeError as error:
+            raise ColumnClash(
+                f"{path}: has another column type than the shards before it ({error}); give the shards one type"
+            ) from error
+    return pa.schema([*own, *(pa.field(name, MANIFEST.field(column).type) for name, column in ADDED.items())])
+
+
+def _as_text(field: pa.Field) -> pa.Field:
+    if field.name not in ("text", "id"):
+        return field
+    if pa.types.is_large_binary(field.type):
+        return field.with_type(pa.large_string())
+    return field.with_type(pa.string()) if pa.types.is_binary(field.type) else field
+
+
 def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
         return _plain_type(kind.value_type)
@@ -136,6 +178,10 @@ class BadShard(ValueError):
         super().__init__(
             f"{path}: {why}. Replace or remove the file, or set source.on_bad_shard = 'quarantine' to set it aside"
         )
+
+
+class ColumnClash(ValueError):
+    """Columns of a snapshot's shards that cannot stand in one table; no shard alone is to blame."""
 
 
 class InconsistentFiles(RuntimeError):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
@@ -38,6 +38,14 @@ class Shard:
     path: str
     size: int
     listed: str
+
+
+class Footer(NamedTuple):
+    """What a shard's footer tells: rows, 16 hex digits over it, and the schema in plain types."""
+
+    rows: int
+    digest: str
+    schema: pa.Schema
 
 
 class Source:
@@ -123,8 +131,8 @@ class Source:
             check_source(shard.path, parquet.schema_arrow)
             yield parquet
 
-    def footer(self, shard: Shard) -> tuple[int, str]:
-        """(rows, 16 hex digits of the footer): cheap, and different after any rewrite that moved a byte."""
+    def footer(self, shard: Shard) -> Footer:
+        """Rows, plain schema, and a digest that is cheap and different after any rewrite that moved a byte."""
         with self.open(shard) as parquet:
             meta = parquet.metadata
             groups = [
@@ -132,7 +140,10 @@ class Source:
                 for g in range(meta.num_row_groups)
                 for column in (meta.row_group(g).column(c) for c in range(meta.num_columns))
             ]
-            return meta.num_rows, digest(meta.num_rows, repr(groups), parquet.schema_arrow.to_string(), size=8).hex()
+            schema = parquet.schema_arrow
+            return Footer(
+                meta.num_rows, digest(meta.num_rows, repr(groups), schema.to_string(), size=8).hex(), plain(schema)
+            )
 
     def batches(
         self, shard: Shard, columns: Sequence[str] | None, rows: int, groups: Sequence[int] | None = None

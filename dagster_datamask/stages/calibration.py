@@ -73,7 +73,7 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
         "precision": precision(run.accelerator),
         # the footer and not the path or the time, so that a copy of the source gives the same generation
         "sample": digest(
-            *(f"{snap}/{shard.name} {source.footer(shard)[1]} {groups}" for snap, shard, groups in picked), size=16
+            *(f"{snap}/{shard.name} {source.footer(shard).digest} {groups}" for snap, shard, groups in picked), size=16
         ).hex(),
     }
     with run.generation(stage, None, inputs) as generation:

@@ -1,12 +1,18 @@
 """Which global assets are missing or were fitted under other settings: what must run before a snapshot can."""
 
+from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.calibration import selection_encoder
+from dagster_datamask.stages.classifiers import classifier_inputs
 
 
 def unfitted(store: Store, settings: Settings) -> dict[str, str]:
-    """{global asset: why it has to be fitted}, empty where all are published under these settings."""
+    """{global asset: why it has to be fitted}, empty where all are published under these settings and models.
+
+    Raises ModelUnavailable for a model that cannot be had, SettingsError for labels that are not there.
+    """
     why: dict[str, str] = {}
     for name, stage in STAGES.items():
         if stage.partitioned:
@@ -20,4 +26,14 @@ def unfitted(store: Store, settings: Settings) -> dict[str, str]:
             why[name] = f"rests on {', '.join(a for a in stage.inputs if a in why)}"
         elif any(store.current(a).fingerprint != published.inputs.get(a) for a in stage.inputs):
             why[name] = "fitted on another generation of its inputs"
+        elif any(published.inputs.get(model) != revision for model, revision in _models(name, settings).items()):
+            why[name] = "fitted with other models or labels"
     return why
+
+
+def _models(name: str, settings: Settings) -> dict[str, str]:
+    """{input: revision} of the models and labels behind a global asset, without the device they would run on."""
+    if name == "quality_classifiers":
+        inputs = classifier_inputs(settings, Accelerator())
+        return {model: revision for model, revision in inputs.items() if model != "precision"}
+    return {"encoder": selection_encoder(settings).identity} if name == "kmeans_centroids" else {}

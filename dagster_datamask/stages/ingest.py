@@ -12,7 +12,7 @@ import pyarrow as pa
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
-from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard
+from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, joined
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
@@ -26,7 +26,8 @@ LIMIT_PURPOSE = "limit"
 def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish `doc_id, row, decision, reason, token_count` of every readable row of `snapshot`.
 
-    Raises SourceError (no such snapshot, no shards) and, with on_bad_shard = fail, BadShard.
+    Raises SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one table) and, with
+    on_bad_shard = fail, BadShard.
     """
     bad: dict[str, BadShard] = {}
     while True:
@@ -46,8 +47,10 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
     stage = STAGES["raw_shards"]
     by_name = {shard.name: shard for shard in source.shards(snapshot) if shard.name not in bad}
     footers = {name: source.footer(shard) for name, shard in by_name.items()}
+    # the export would fail on these columns after all the work is done
+    joined((by_name[name].path, footer.schema) for name, footer in footers.items())
     contents = {name: source.content(shard) for name, shard in by_name.items()}
-    total = sum(rows for rows, _ in footers.values())
+    total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
     inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
     with run.generation(stage, snapshot, inputs) as generation:
@@ -67,7 +70,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             ext=".parquet",
             total_rows=total,
             progress=run.progress(stage, snapshot),
-            source=lambda name: {"content": contents[name], "footer": footers[name][1]},
+            source=lambda name: {"content": contents[name], "footer": footers[name].digest},
         )
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
             writer.write(

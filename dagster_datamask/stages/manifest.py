@@ -20,7 +20,7 @@ from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.generations import Published
-from dagster_datamask.shards.schemas import DECISIONS, MANIFEST, BadShard, plain
+from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
@@ -40,17 +40,6 @@ _STAGE_OF = {
     "bad_embedding": "e5_embeddings",
 }
 _TEXT_GROUP_ROWS = 1000
-# what is added to the source's own columns, and from which column of the manifest
-ADDED = {
-    "doc_id": "doc_id",
-    "dclm": "dclm",
-    "edu": "edu",
-    "wiki": "wiki",
-    "quality": "quality",
-    "cluster": "cluster",
-    "split": "split",
-    "mask_score": "score",
-}
 
 
 def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
@@ -281,7 +270,7 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
 
     Every shard's file has the union of the shards' columns, so that `datasets`, polars and DuckDB read them as one;
     bytes of a string that are no UTF-8 become U+FFFD, as the scorers saw them.
-    Raises BadShard where the source has a column of a name that is added, or shards disagree on a column's type.
+    Raises ColumnClash as raw_shards does, and BadShard where a page cannot be decoded any more.
     """
     stage = STAGES["fineweb_mask"]
     inputs = run.inputs(stage, snapshot)
@@ -296,7 +285,8 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
         cursor.end()
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
-        schema = _joined_schema(source, reader, raw)
+        shards = [reader.shard(name) for name in raw.shards]
+        schema = joined((shard.path, source.footer(shard).schema) for shard in shards)
 
         def kernel(batch: tuple[Documents, pa.Table]) -> tuple[pa.Table, int, Counts]:
             documents, decided = batch
@@ -343,34 +333,15 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
         )
 
 
-def _joined_schema(source: Source, reader: DocumentReader, raw: Published) -> pa.Schema:
-    own = pa.schema([])
-    for shard in raw.shards:
-        with source.open(reader.shard(shard)) as parquet:
-            found = plain(parquet.schema_arrow)
-        for name in found.names:
-            if name in ADDED:
-                raise BadShard(
-                    reader.shard(shard).path,
-                    f"already has a column {name!r}, which fineweb_mask adds; rename it at its source",
-                )
-        try:
-            own = pa.unify_schemas([own, found], promote_options="permissive")
-        except pa.ArrowTypeError as error:
-            raise BadShard(
-                reader.shard(shard).path, f"has other column types than the shards before it ({error})"
-            ) from error
-    added = [pa.field(name, MANIFEST.field(column).type) for name, column in ADDED.items()]
-    return pa.schema([*own, *added])
-
-
 def _conform(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
     if field.name not in rows.column_names:
         return pa.nulls(len(rows), field.type)
     column = rows[field.name]
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            column = pa.array(decode_column(column)[0], column.type)
-    return column.cast(field.type)
+    if not (pa.types.is_string(field.type) or pa.types.is_large_string(field.type)):
+        return column.cast(field.type)
+    try:
+        # bytes are checked by the cast, strings of a foreign writer only here
+        column.validate(full=True)
+        return column.cast(field.type)
+    except pa.ArrowInvalid:
+        return pa.array(decode_column(column)[0], field.type)

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask.shards.identity import IdCollision
-from dagster_datamask.shards.schemas import RAW, BadShard, InconsistentFiles
+from dagster_datamask.shards.schemas import RAW, BadShard, ColumnClash, InconsistentFiles
 from dagster_datamask.shards.source import SourceError
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.ingest import QUARANTINED_FILE
@@ -230,6 +230,33 @@ def test_a_shard_rewritten_or_gone_since_is_noticed(project: Project, tmp_path: 
     (tmp_path / "data" / "S" / "b.parquet").unlink()
     with pytest.raises(InconsistentFiles, match="shard b of S is gone since raw_shards read it"):
         changed.stage("dclm_scores", "S")
+
+
+@pytest.mark.parametrize("policy", ["fail", "quarantine"])
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"quality": [1, 2]}, r"b\.parquet: already has a column 'quality', which fineweb_mask adds; rename it there"),
+        ({"doc_id": ["x", "y"]}, r"b\.parquet: already has a column 'doc_id', which fineweb_mask adds"),
+        (
+            {"url": [{"k": 1}, {"k": 2}]},
+            r"b\.parquet: has another column type than the shards before it \(.*url.*struct",
+        ),
+    ],
+)
+def test_columns_that_cannot_be_exported_are_an_error_before_any_work(
+    project: Project, tmp_path: Path, columns: dict[str, list], message: str, policy: str
+) -> None:
+    write_shard(tmp_path, "S", "a", 2)
+    path = write_shard(tmp_path, "S", "b", 2)
+    table = pq.read_table(path)
+    for name, values in columns.items():
+        table = table.drop_columns([n for n in table.column_names if n == name]).append_column(name, pa.array(values))
+    pq.write_table(table, path)
+    with pytest.raises(ColumnClash, match=message) as caught:
+        ingest(project, tmp_path, **{"source.on_bad_shard": policy})
+    assert "\n" not in str(caught.value)
+    assert not (project.store.root / "raw_shards").exists()
 
 
 def test_running_again_reads_nothing_and_changes_nothing(project: Project) -> None:

@@ -5,16 +5,15 @@ from pathlib import Path
 
 import duckdb
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask.shards.generations import NotPublished
-from dagster_datamask.shards.schemas import DECISIONS, MANIFEST, BadShard, InconsistentFiles
+from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, InconsistentFiles
 from dagster_datamask.stages.base import Outcome
-from dagster_datamask.stages.manifest import ADDED, SIDECAR
+from dagster_datamask.stages.manifest import SIDECAR
 from tests.conftest import SNAPSHOTS
-from tests.project import Project, write_labels, write_shard
+from tests.project import Project, text_of, write_labels, write_shard
 from tests.stages.conftest import WILD, copied, failed, rows_of
 
 Finished = tuple[Project, dict[str, Outcome]]
@@ -187,6 +186,7 @@ def test_the_export_is_read_by_polars_duckdb_and_datasets_with_all_columns(wild:
     assert rows["\\xff"]["url"] == "http://\ufffd"
     assert rows["\\xff"]["id"] == "\ufffd"
     assert rows["000#1"]["id"] is None
+    assert rows["e0"]["text"] == text_of("wild/23")
 
 
 def test_the_kept_text_is_the_sources_own(finished: Finished, small_source: Path) -> None:
@@ -200,23 +200,3 @@ def test_the_kept_text_is_the_sources_own(finished: Finished, small_source: Path
         if name != "id":
             assert joined[name].to_list() == joined[f"{name}_source"].to_list()
     assert export["id"].to_list() == export["doc_id"].to_list()
-
-
-@pytest.mark.parametrize("name", ["quality", "doc_id"])
-def test_a_source_column_of_an_added_name_is_an_error(made: Project, tmp_path: Path, name: str) -> None:
-    table = pa.table({"text": ["the river carries water"] * 4, name: ["x"] * 4})
-    (tmp_path / "source" / "S").mkdir(parents=True)
-    pq.write_table(table, tmp_path / "source" / "S" / "a.parquet")
-    changed = made.with_settings(**{"source.url": str(tmp_path / "source")})
-    with pytest.raises(BadShard, match=rf"a\.parquet: already has a column '{name}', which fineweb_mask adds; rename"):
-        changed.full("S")
-
-
-def test_columns_that_cannot_be_one_name_the_shard(made: Project, tmp_path: Path) -> None:
-    (tmp_path / "source" / "S").mkdir(parents=True)
-    for shard, values in (("a", [1, 2]), ("b", [{"k": 1}, {"k": 2}])):
-        table = pa.table({"text": ["the river carries water"] * 2, "meta": values})
-        pq.write_table(table, tmp_path / "source" / "S" / f"{shard}.parquet")
-    changed = made.with_settings(**{"source.url": str(tmp_path / "source")})
-    with pytest.raises(BadShard, match=r"b\.parquet: has other column types than the shards before it"):
-        changed.full("S")
