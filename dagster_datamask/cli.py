@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -55,8 +55,14 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (*wrong, OSError) as error:
-        _err.print(f"datamask: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _err.print(f"datamask: {_in_one_line(error)}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(2) from error
+
+
+def _in_one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _settings(config: Path | None, overrides: list[str] | None, **given: str | None) -> Settings:
@@ -111,7 +117,9 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> 
         if done.success:
             _err.print(f"{done.name}: done in {sum(done.seconds.values()):.1f} s", style="green", highlight=False)
         else:
-            _err.print(f"{done.name} failed: {done.failure}", style="red", highlight=False, markup=False)
+            _err.print(
+                f"{done.name} failed: {done.failure}", style="red", highlight=False, soft_wrap=True, markup=False
+            )
 
     with dg.DagsterInstance.from_config(str(home)) as instance:
         runs = running.materialise(settings, snapshots, instance, told)
@@ -231,9 +239,10 @@ def solve(
         names = dict(_pair(item) for item in columns.split(",") if item)
         options = None
         if solver == "policy_gradient":
-            if gradient not in ("independent", "ordered"):
-                raise SettingsError(f"--gradient {gradient!r} is none of: independent, ordered")
-            options = PolicyGradientOptions(group=group, lr=lr, steps=steps, batch=batch, gradient=gradient)
+            forms: dict[str, Literal["independent", "ordered"]] = {"independent": "independent", "ordered": "ordered"}
+            if gradient not in forms:
+                raise SettingsError(f"--gradient {gradient!r} is none of: {', '.join(forms)}")
+            options = PolicyGradientOptions(group=group, lr=lr, steps=steps, batch=batch, gradient=forms[gradient])
         with _progress(f"{solver}") as progress:
             result = solve_file(
                 documents,
@@ -260,8 +269,15 @@ def _pair(item: str) -> tuple[str, str]:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int, dict[str, Any]], None]]:
+    # gone once the result or an error is there, and never in a log
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=_err
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=_err,
+        transient=True,
+        disable=not _err.is_terminal,
     )
     with bar:
         task = bar.add_task(what, total=None)

@@ -130,7 +130,8 @@ def limited(settings: Settings, source: Source, snapshots: Sequence[str], limit:
     last, following = nth_smallest(hashes, limit), nth_smallest(hashes, limit + 1)
     below = (last + following + 1) / 2 / 2**64
     if not last < int(below * 2**64) <= following:
-        raise SettingsError(f"--limit {limit} falls between two rows of one id; take {limit + 1} or {limit - 1}")
+        less = f" or {limit - 1}" if limit > 1 else ""
+        raise SettingsError(f"--limit {limit} falls between two rows of one id; take {limit + 1}{less}")
     return settings.replace({"source.hash_below": below})
 
 

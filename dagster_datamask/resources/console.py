@@ -12,7 +12,8 @@ class _Line(logging.Formatter):
         step = meta.get("step_key")
         message = meta.get("orig_message") or record.getMessage()
         level = "" if record.levelno <= logging.INFO else f" {record.levelname}"
-        return f"{self.formatTime(record, '%H:%M:%S')}{level} {step + ': ' if step and step not in message else ''}{message}"
+        where = f"{step}: " if step and step not in message else ""
+        return f"{self.formatTime(record, '%H:%M:%S')}{level} {where}{message}"
 
 
 @dg.logger({"log_level": dg.Field(str, default_value="INFO")}, description="One short line per message on stderr.")

@@ -12,6 +12,7 @@ import dagster as dg
 from dagster_datamask.jobs import fit_global, full
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.source import SourceError
 from dagster_datamask.stages.base import STAGES
@@ -38,7 +39,7 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
             source = storage.documents()
             missing = unfitted(storage.store(), settings)
             snapshots = source.snapshots()
-        except (SourceError, SettingsError) as error:
+        except (SourceError, SettingsError, ModelUnavailable) as error:
             return dg.SkipReason(str(error))
         for folder in source.unusable():
             context.log.warning(f"folder {folder!r} of {source.url} cannot be a snapshot: rename it")

@@ -1,0 +1,151 @@
+"""Planning and running without the UI: the limit's cut, the dry run's counts, runs in order."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dagster_datamask import running
+from dagster_datamask.settings import SettingsError
+from dagster_datamask.shards.source import Source, SourceError
+from tests.conftest import SNAPSHOTS
+from tests.project import Project, settings_for, write_shard
+
+
+def identified(project: Project, snapshots: tuple[str, ...] = SNAPSHOTS) -> list[str]:
+    """doc_ids that raw_shards publishes under the project's settings."""
+    return [
+        doc
+        for snapshot in snapshots
+        for doc in pl.read_parquet(project.stage("raw_shards", snapshot).published.folder / "*_00000.parquet")["doc_id"]
+    ]
+
+
+def cut(project: Project, limit: int) -> Project:
+    return Project(running.limited(project.settings, project.source, SNAPSHOTS, limit))
+
+
+class TestLimit:
+    @pytest.mark.parametrize("limit", [1, 2, 64, 129])
+    def test_keeps_exactly_that_many_over_all_snapshots(self, project: Project, limit: int) -> None:
+        ids = identified(cut(project, limit))
+        assert len(ids) == len(set(ids)) == limit
+
+    def test_a_smaller_limit_keeps_a_part_of_a_larger_ones(self, project: Project) -> None:
+        smaller, larger = identified(cut(project, 20)), identified(cut(project, 50))
+        assert set(smaller) < set(larger)
+
+    def test_the_cut_depends_on_the_documents_and_not_on_their_order_or_shards(
+        self, project: Project, tmp_path: Path, labels: Path
+    ) -> None:
+        other = tmp_path / "other"
+        for snapshot in SNAPSHOTS:
+            folder = Path(project.settings.source.url) / "data" / snapshot
+            rows = pa.concat_tables(pq.read_table(path) for path in sorted(folder.iterdir()))
+            rows = rows.take(pa.array(np.random.default_rng(3).permutation(len(rows))))
+            (other / "data" / snapshot).mkdir(parents=True)
+            for k, (start, count) in enumerate(((0, 7), (7, 20), (27, 38))):
+                pq.write_table(rows.slice(start, count), other / "data" / snapshot / f"{k:03d}_00000.parquet")
+        shuffled = Project(settings_for(other, tmp_path / "other_root", labels))
+        assert sorted(identified(cut(shuffled, 40))) == sorted(identified(cut(project, 40)))
+
+    @pytest.mark.parametrize("limit", [130, 131, 10**9])
+    def test_all_or_more_changes_nothing(self, project: Project, limit: int) -> None:
+        assert cut(project, limit).settings == project.settings
+
+    @pytest.mark.parametrize("limit", [0, -1])
+    def test_nothing_is_refused(self, project: Project, limit: int) -> None:
+        with pytest.raises(SettingsError, match=f"--limit {limit} keeps nothing"):
+            cut(project, limit)
+
+    def test_a_limit_between_rows_of_one_id_names_the_two_that_work(self, tmp_path: Path, labels: Path) -> None:
+        write_shard(tmp_path / "source", "CC-A", "000_00000", 4, ids=["a", "a", "b", "b"])
+        settings = settings_for(tmp_path / "source", tmp_path / "root", labels)
+        with pytest.raises(SettingsError, match=r"--limit 1 falls between two rows of one id; take 2$"):
+            running.limited(settings, Source(settings.source.url), ["CC-A"], 1)
+
+
+class TestDryRun:
+    def test_counts_by_hand(self, project: Project) -> None:
+        told = running.dry_run(project.settings, project.source, SNAPSHOTS)
+        assert told["rows"] == 130
+        assert told["documents_embedded"] == round(130 * 0.55)
+        assert told["embedding_bytes"] == told["documents_embedded"] * 384 * 2
+        assert told["gpu_hours"]["datamask_masks"] == 0.0
+
+    def test_a_million_documents_by_the_papers_recipe(self, project: Project) -> None:
+        """E5-base: 12 layers of 12·768² weights, two FLOPs each and token, 512 tokens."""
+        paper = project.settings.replace(
+            {"models.encoder": "intfloat/e5-base-v2", "embed.max_tokens": None, "select.solver": "policy_gradient"}
+        )
+        one = running.dry_run(paper, project.source, SNAPSHOTS[:1])
+        per_document = 2 * 12 * 12 * 768**2 * 512 / (0.4 * 312e12) / 3600
+        assert one["gpu_hours"]["e5_embeddings"] == pytest.approx(36 * per_document, abs=1e-4)
+        assert one["embedding_bytes"] == 36 * 768 * 2
+
+
+def test_chosen_snapshots(project: Project) -> None:
+    assert running.chosen_snapshots(project.source, []) == list(SNAPSHOTS)
+    assert running.chosen_snapshots(project.source, [SNAPSHOTS[1]]) == [SNAPSHOTS[1]]
+    with pytest.raises(SourceError, match=f"no snapshot 'x'; there are: {', '.join(SNAPSHOTS)}"):
+        running.chosen_snapshots(project.source, [SNAPSHOTS[0], "x"])
+
+
+def test_dagster_home_is_made_with_the_projects_settings_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    home = running.dagster_home()
+    assert home == tmp_path / ".dagster_home"
+    own = home / "dagster.yaml"
+    assert "free_slots_after_run_end_seconds" in own.read_text()
+    own.write_text("telemetry: {enabled: false}\n")
+    assert running.dagster_home() == home
+    assert own.read_text() == "telemetry: {enabled: false}\n"
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield instance
+
+
+class TestMaterialise:
+    def test_a_failed_snapshot_does_not_stop_the_next(
+        self, project: Project, tmp_path: Path, labels: Path, instance: dg.DagsterInstance
+    ) -> None:
+        source = tmp_path / "source"
+        shutil.copytree(project.settings.source.url, source)
+        bad = source / "data" / SNAPSHOTS[0] / "000_00000.parquet"
+        bad.write_bytes(b"")
+        told: list[str] = []
+        runs = running.materialise(
+            settings_for(source, project.store.root, labels), SNAPSHOTS, instance, lambda run: told.append(run.name)
+        )
+        assert [(run.name, run.success) for run in runs] == [(SNAPSHOTS[0], False), (SNAPSHOTS[1], True)]
+        assert told == list(SNAPSHOTS)
+        assert f"{bad}: is empty (0 bytes)" in (runs[0].failure or "")
+        assert runs[1].failure is None
+        assert set(runs[1].seconds) > {"raw_shards", "fineweb_mask"}
+        assert list(instance.get_dynamic_partitions("cc_snapshot")) == list(SNAPSHOTS)
+        summary = running.summary(project.store, SNAPSHOTS)
+        assert [row["snapshot"] for row in summary] == [SNAPSHOTS[1]]
+        assert summary[0]["readable_rows"] == 65
+
+    def test_a_failed_fit_runs_no_snapshot(
+        self, small_source: Path, tmp_path: Path, labels: Path, instance: dg.DagsterInstance
+    ) -> None:
+        broken = tmp_path / "dclm.parquet"
+        pq.write_table(pa.table({"text": ["a", "b"]}), broken)
+        settings = settings_for(small_source, tmp_path / "root", labels, f"score.dclm_labels={broken}")
+        runs = running.materialise(settings, SNAPSHOTS, instance)
+        assert [(run.name, run.success) for run in runs] == [("fit_global", False)]
+        assert str(broken) in (runs[0].failure or "")
+        assert not instance.get_dynamic_partitions("cc_snapshot")
