@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.engine import BATCH_ROWS
@@ -88,8 +87,3 @@ class _Forward:
                 break
             self._buffer = following
         return pa.concat_tables(parts)
-
-
-def is_bad_row(raw: pa.Table) -> np.ndarray:
-    """bool[n]: rows whose text is null or blank."""
-    return pc.equal(raw["decision"], "bad_row").fill_null(False).to_numpy()

@@ -62,19 +62,18 @@ def test_each_kind_of_row_has_its_decision_stage_and_reason(wild: Finished, fini
     assert set(rows["strategy"]) == {"datamask"}
 
 
-def test_a_text_without_tokens_for_a_scorer_is_unscored(project: Project, tmp_path: Path) -> None:
+def test_a_text_without_tokens_is_unscored_and_takes_no_part(project: Project, tmp_path: Path) -> None:
+    # zero-width spaces are no blanks to Unicode, and no tokens to any model
     write_shard(
         tmp_path, "S", "a", 4, texts=["the river carries water", "buy now", "\u200b\u200b", "glass bends light"]
     )
     outcomes = project.with_settings(**{"source.url": str(tmp_path), "select.budget": "1"}).full("S")
-    rows = {row["row"]: row for row in rows_of(outcomes["fineweb_mask_manifest"].published).to_dicts()}
-    scores = {part: rows_of(outcomes[f"{part}_scores"].published).to_dicts()[2] for part in ("dclm", "edu", "wiki")}
-    missing = [part for part, score in scores.items() if score["score"] is None]
-    assert all((score["score"] is None) == (score["reason"] is not None) for score in scores.values())
-    assert (rows[2]["decision"] == "unscored") == bool(missing)
-    if missing:
-        assert rows[2]["stage"] == "quality_scores"
-        assert rows[2]["reason"] == ",".join(f"{part}:{scores[part]['reason']}" for part in missing)
+    row = rows_of(outcomes["fineweb_mask_manifest"].published).to_dicts()[2]
+    assert (row["decision"], row["stage"]) == ("unscored", "quality_scores")
+    assert row["reason"] == "dclm:no_tokens,edu:no_tokens,wiki:no_tokens"
+    assert row["dclm"] is row["edu"] is row["wiki"] is row["quality"] is None
+    assert outcomes["datamask_masks"].facts["n"] == 3
+    assert outcomes["pruned_documents"].counts == {"unscored": 1, "pruned": 1, "survives": 2}
 
 
 def test_schema_counts_and_sidecar_agree(finished: Finished) -> None:

@@ -1,0 +1,69 @@
+"""Source rows under the ids of raw_shards: equal lengths, the same order, whatever the batches."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagster_datamask.shards.documents import DocumentReader
+from dagster_datamask.shards.generations import Store
+from dagster_datamask.shards.schemas import RAW, InconsistentFiles
+from dagster_datamask.shards.source import Source
+from dagster_datamask.shards.writer import table_file
+
+
+def reader_of(folder: Path, present: list[bool], group_rows: int = 4) -> DocumentReader:
+    """A shard of which raw_shards kept the rows marked present."""
+    (folder / "source" / "S").mkdir(parents=True)
+    texts = [f"text {k}" for k in range(len(present))]
+    table = pa.table({"text": pa.array(texts, pa.string()), "n": pa.array(range(len(present)), pa.int64())})
+    pq.write_table(table, folder / "source" / "S" / "a.parquet", row_group_size=group_rows)
+    source = Source(str(folder / "source"))
+    (shard,) = source.shards("S")
+    rows = [k for k, here in enumerate(present) if here]
+    columns = {"doc_id": [f"d{k}" for k in rows], "row": rows}
+    nulls = {name: pa.nulls(len(rows), RAW.field(name).type) for name in ("decision", "reason", "token_count")}
+    store = Store(folder / "root")
+    with store.generation("raw_shards", "S", code_version="1", settings={}, inputs={}) as generation:
+        with table_file(generation.folder / "a.parquet", RAW, group_rows) as writer:
+            writer.write(pa.table(columns | nulls, schema=RAW))
+        record = generation.complete(
+            "a",
+            ".parquet",
+            rows=len(rows),
+            rows_in=len(present),
+            counts={},
+            source={"footer": source.footer(shard).digest},
+        )
+        return DocumentReader(source, generation.publish([record], ".parquet", {}))
+
+
+@settings(max_examples=30, deadline=None)
+@given(present=st.lists(st.booleans(), max_size=25), rows=st.integers(1, 9), group_rows=st.integers(1, 9))
+def test_every_id_comes_with_its_own_text(
+    tmp_path_factory: pytest.TempPathFactory, present: list[bool], rows: int, group_rows: int
+) -> None:
+    reader = reader_of(tmp_path_factory.mktemp("documents"), present, group_rows)
+    seen = []
+    for batch in reader.batches("a", ["text"], rows):
+        assert len(batch.ids) == len(batch.rows) <= rows
+        assert batch.rows.column_names == ["text"]
+        seen += zip(batch.ids.to_pylist(), batch.rows["text"].to_pylist(), strict=True)
+    assert seen == [(f"d{k}", f"text {k}") for k, here in enumerate(present) if here]
+
+
+def test_all_columns_where_none_are_named(tmp_path: Path) -> None:
+    (batch,) = reader_of(tmp_path, [True, False]).batches("a", None)
+    assert batch.rows.to_pydict() == {"text": ["text 0"], "n": [0]}
+
+
+def test_a_rewritten_or_lost_shard_is_refused(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, [True])
+    with pytest.raises(InconsistentFiles, match="shard b of S is gone since raw_shards read it"):
+        reader.shard("b")
+    pq.write_table(pa.table({"text": ["longer than it was before"]}), tmp_path / "source" / "S" / "a.parquet")
+    with pytest.raises(InconsistentFiles, match=r"a\.parquet was rewritten since raw_shards read it"):
+        next(reader.batches("a", None))
