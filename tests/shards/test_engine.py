@@ -81,8 +81,8 @@ def test_progress_is_told_at_most_once_in_so_many_seconds(monkeypatch: pytest.Mo
         now[0] = at
         progress(done, 8000, "x")
     assert told == [
-        "raw_shards S: 2,000 of 8,000 rows (25%), 400 rows/s, shard x",
-        "raw_shards S: 4,000 of 8,000 rows (50%), 400 rows/s, shard x",
+        "raw_shards S: 2,000 of 8,000 rows (25%), 400 rows/s, x",
+        "raw_shards S: 4,000 of 8,000 rows (50%), 400 rows/s, x",
     ]
     now[0] = 120.0
     progress(0, 0, "x")
