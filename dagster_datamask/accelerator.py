@@ -13,6 +13,10 @@ class AcceleratorUnavailable(RuntimeError):
     """The device that was asked for is not there."""
 
 
+class MemoryPlanError(ValueError):
+    """A stage would need more memory than it may use."""
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """A resolved device: `device` is "cpu" or "cuda:i"; `dtype` is the forward pass's precision;
@@ -26,6 +30,14 @@ class Accelerator:
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+    def plan(self, what: str, needed_bytes: int, remedy: str) -> None:
+        """Raise MemoryPlanError, before any work, where `needed_bytes` exceed the memory limit."""
+        if self.memory_limit_gb is not None and needed_bytes > self.memory_limit_gb * 1e9:
+            raise MemoryPlanError(
+                f"{what} needs about {needed_bytes / 1e9:.2f} GB and compute.memory_limit_gb is "
+                f"{self.memory_limit_gb:g}; {remedy}, or raise the limit"
+            )
 
     def describe(self) -> dict[str, str | float | None]:
         """What metadata records of the device."""
@@ -58,5 +70,10 @@ def resolve(device: str = "auto", dtype: str = "auto", memory_limit_gb: float | 
         dtype = "bfloat16" if device != "cpu" else "float32"
     if dtype not in DTYPES:
         raise ValueError(f"compute.dtype {dtype!r} is none of: auto, {', '.join(DTYPES)}")
-    name = "CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+    name = "CPU"
+    if device != "cpu":
+        name = torch.cuda.get_device_name(device)
+        if memory_limit_gb is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, memory_limit_gb * 1e9 / total), device)
     return Accelerator(device, dtype, memory_limit_gb, name)

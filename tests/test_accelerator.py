@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable, resolve
+from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable, MemoryPlanError, resolve
 
 CUDA = torch.cuda.is_available()
 
@@ -42,3 +42,11 @@ def test_an_unknown_dtype_names_the_known() -> None:
 def test_the_value_alone_needs_no_torch() -> None:
     code = "import sys; from dagster_datamask.accelerator import Accelerator; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_a_plan_above_the_limit_is_refused_before_any_work() -> None:
+    limited = Accelerator(memory_limit_gb=1.5)
+    limited.plan("a split of 10 documents", 1_500_000_000, "lower select.split")
+    with pytest.raises(MemoryPlanError, match=r"a split of 10 documents needs about 1\.60 GB .* lower select\.split"):
+        limited.plan("a split of 10 documents", 1_600_000_000, "lower select.split")
+    Accelerator().plan("anything", 10**18, "no limit is set")

@@ -224,6 +224,10 @@ def kmeans_centroids(run: Run) -> Outcome:
             sample = pq.read_table(calibration.path(SAMPLE_FILE), columns=["doc_id", "text", "quality"])
             survivors = np.flatnonzero(sample["quality"].to_numpy() >= calibration.facts["prune_threshold"])
             sample = sample.take(survivors[: cluster.sample])
+            # the vectors, faiss's copy of them, and the centroids
+            run.accelerator.plan(
+                f"k-means on {len(sample):,} documents", 3 * len(sample) * spec.dimension * 4, "lower cluster.sample"
+            )
             vectors = _encoded(run, spec, sample)
             distinct = len(np.unique(vectors, axis=0))
             asked = cluster.k or min(_MAX_CLUSTERS, int(np.ceil(np.sqrt(len(vectors)))))

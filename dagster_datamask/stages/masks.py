@@ -106,13 +106,14 @@ class _Pool:
     def __init__(self, pruned: Published, embedded: Published) -> None:
         self.pruned = pruned
         self.embedded = embedded
+        self.dimension = embedded.facts["dimension"]
         self.schema = pa.schema(
             [
                 ("shard", pa.int32()),
                 ("ordinal", pa.int64()),
                 ("doc_id", pa.string()),
                 ("quality", pa.float64()),
-                ("embedding", pa.list_(pa.float16(), embedded.facts["dimension"])),
+                ("embedding", pa.list_(pa.float16(), self.dimension)),
             ]
         )
 
@@ -181,6 +182,11 @@ def _solve_splits(
     files = [(folder / f"{k:05d}.parquet", folder / f"{k:05d}.json") for k in range(len(splits.sizes))]
     if all(facts.exists() for _, facts in files):
         return files
+    largest = max(splits.sizes)
+    # the split as stored, and what the certified solver holds: 1.3 times the embeddings in float32
+    run.accelerator.plan(
+        f"a split of {largest:,} documents", round(largest * pool.dimension * (2 + 1.3 * 4)), "lower select.split"
+    )
     budgets = largest_remainder(budget.met, splits.sizes, splits.sizes)
     paths = shuffle.scatter(generation.work, pool.schema, splits, pool.batches)
     for k, (path, (result, facts)) in enumerate(zip(paths, files, strict=True)):
