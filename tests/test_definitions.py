@@ -95,6 +95,14 @@ def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Defin
         assert spec.code_version and spec.code_version.startswith(STAGES[name].version + "-"), name
 
 
+def test_every_check_says_what_it_means(defs: dg.Definitions) -> None:
+    checks = defs.resolve_asset_graph().asset_check_keys
+    assert {key.asset_key.to_user_string() for key in checks} == set(STAGES)
+    for key in checks:
+        spec = defs.resolve_asset_graph().get_check_spec(key)
+        assert spec.description and spec.description.endswith("."), key
+
+
 def test_assets_on_the_accelerator_share_the_gpu_pool_and_no_other_does(defs: dg.Definitions) -> None:
     graph = defs.resolve_asset_graph()
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}

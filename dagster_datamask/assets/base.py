@@ -36,13 +36,47 @@ Compute = Callable[[Run, Source, str], Outcome]
 # Errors that a second try cannot mend: their message is the whole story, so no retry and no traceback to wade through.
 PERMANENT = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
 
-CHECKS: dict[str, tuple[tuple[str, bool], ...]] = {
-    "raw_shards": (("every_shard_readable", False),),
-    "datamask_masks": (("budget_met_exactly", True), ("value_below_bound", True)),
-    "fineweb_mask_manifest": (("made_under_these_settings", True), ("kept_equals_budget", True)),
-    "fineweb_mask": (("rows_equal_kept", True),),
+# name, whether it blocks, what it says
+_CheckSpec = tuple[str, bool, str]
+CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
+    "raw_shards": (("every_shard_readable", False, "No shard of the snapshot was set aside as unreadable."),),
+    "datamask_masks": (
+        ("budget_met_exactly", True, "The mask keeps exactly the budget, or every survivor where there are fewer."),
+        ("value_below_bound", True, "The mask's value does not exceed its upper bound: a negative gap is a bug."),
+    ),
+    "fineweb_mask_manifest": (
+        ("made_under_these_settings", True, "Every input was made under the settings and models now in force."),
+        ("kept_equals_budget", True, "As many rows are kept as the budget asks for and the pool can give."),
+    ),
+    "fineweb_mask": (("rows_equal_kept", True, "As many rows were written as the manifest keeps."),),
 }
-_EVERY_ASSET = (("rows_accounted_for", True),)
+_EVERY_ASSET: tuple[_CheckSpec, ...] = (
+    ("rows_accounted_for", True, "Every row that came in has exactly one outcome: readable rows = sum of decisions."),
+)
+
+# columns whose name does not say what they hold, for the UI's table
+_COLUMN_DESCRIPTIONS = {
+    "doc_id": "the document's id; shard#row where it has none",
+    "snapshot": "partition",
+    "shard": "file the row came from",
+    "row": "place in that file, from 0",
+    "strategy": "what selected: datamask",
+    "decision": "what became of the row; null: readable and not decided yet",
+    "stage": "asset that decided",
+    "reason": "why, where there is more to say",
+    "dclm": "DCLM classifier, 0..1",
+    "edu": "educational value, about 0..5",
+    "wiki": "wiki-reference classifier, 0..1",
+    "quality": "combined quality, 0..15",
+    "cluster": "nearest frozen centroid",
+    "split": "part of the snapshot that was solved together",
+    "selected": "in the mask",
+    "rank": "0 is selected first",
+    "kept_id": "near-duplicate that was kept instead",
+    "token_count": "tokens, as the source counts them",
+    "mask_score": "the solver's score of the document",
+    "embedding": "unit vector, float16",
+}
 
 
 @dataclass(frozen=True)
@@ -109,9 +143,13 @@ def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:
         warnings.simplefilter("ignore", dg.PreviewWarning)
         return [
             dg.AssetCheckSpec(
-                name, asset=stage.name, blocking=blocking, partitions_def=cc_snapshot if stage.partitioned else None
+                name,
+                asset=stage.name,
+                description=description,
+                blocking=blocking,
+                partitions_def=cc_snapshot if stage.partitioned else None,
             )
-            for name, blocking in _EVERY_ASSET + CHECKS.get(stage.name, ())
+            for name, blocking, description in _EVERY_ASSET + CHECKS.get(stage.name, ())
         ]
 
 
@@ -151,25 +189,32 @@ def _results(
 def _metadata(
     stage: Stage, run: Run, outcome: Outcome, published: Published, experiment: bool, seconds: float
 ) -> dict[str, Any]:
-    metadata: dict[str, Any] = {
-        "dagster/row_count": published.rows,
-        "rows_in": outcome.rows_in,
+    # the UI keeps this order: results and figures, then what they were made from
+    facts = _facts(outcome.facts)
+    metadata: dict[str, Any] = {"dagster/row_count": published.rows, **facts}
+    metadata |= {name: dg.MetadataValue.md(png_markdown(png, name)) for name, png in outcome.figures.items()}
+    metadata["rows_in"] = outcome.rows_in
+    metadata |= {f"rows/{reason}": rows for reason, rows in outcome.counts.items()}
+    metadata["experiment"] = experiment
+    settings = run.settings.subset(stage.reads)
+    if settings:
+        metadata["settings"] = _table(settings)
+    if stage.on_accelerator:
+        device = run.accelerator.describe()
+        limit = f", at most {device['memory_limit_gb']} GB" if device["memory_limit_gb"] else ""
+        metadata["accelerator"] = f"{device['device']} ({device['device_name']}), {device['dtype']}{limit}"
+    metadata |= {
         "path": dg.MetadataValue.path(str(published.folder)),
         "fingerprint": published.fingerprint,
-        "settings": dg.MetadataValue.json(run.settings.subset(stage.reads)),
-        "experiment": experiment,
         "seconds": round(seconds, 3),
         "peak_memory_mb": round(peak_memory_mb(), 1),
     }
-    metadata |= {f"rows/{reason}": rows for reason, rows in outcome.counts.items()}
-    if stage.on_accelerator:
-        metadata["accelerator"] = dg.MetadataValue.json(run.accelerator.describe())
-    metadata |= _facts(outcome.facts)
-    metadata |= {name: dg.MetadataValue.md(png_markdown(png, name)) for name, png in outcome.figures.items()}
     schema = _schema(published)
     if schema is not None:
         metadata["dagster/column_schema"] = dg.TableSchema(
-            columns=[dg.TableColumn(field.name, str(field.type)) for field in schema]
+            columns=[
+                dg.TableColumn(field.name, str(field.type), _COLUMN_DESCRIPTIONS.get(field.name)) for field in schema
+            ]
         )
         lineage = _lineage(stage, schema)
         if lineage:
@@ -177,8 +222,11 @@ def _metadata(
     return metadata
 
 
+_IN_FIGURES = ("trajectories", "report")
+
+
 def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Numbers and short texts as they are, so that Dagster plots them; what is nested as JSON."""
+    """Numbers and short texts as they are, so that Dagster plots them; records as tables. What figures show is out."""
     flat: dict[str, Any] = {}
     for name, value in facts.items():
         if value is None:
@@ -187,9 +235,21 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             flat |= _facts({k: v for k, v in value.items() if k != "feasible_set"})
         elif isinstance(value, bool | int | float | str):
             flat[f"{prefix}{name}"] = value
-        elif name not in ("trajectories", "report"):
-            flat[f"{prefix}{name}"] = dg.MetadataValue.json(value)
+        elif name == "beside":
+            flat |= _facts(value, "beside/")
+        elif name not in _IN_FIGURES:
+            flat[f"{prefix}{name}"] = _table(value) if isinstance(value, dict) else dg.MetadataValue.json(value)
     return flat
+
+
+def _table(record: dict[str, Any]) -> dg.TableMetadataValue:
+    rows = {name: value for name, value in record.items() if name not in _IN_FIGURES}
+    return dg.MetadataValue.table(
+        [
+            dg.TableRecord({"name": name, "value": value if isinstance(value, str) else json.dumps(value)})
+            for name, value in rows.items()
+        ]
+    )
 
 
 def _schema(published: Published) -> pa.Schema | None:

@@ -32,7 +32,7 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
         jobs=[full, fit_global],
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
-        description="Adds a partition for each new snapshot and runs `full` when shards land or are replaced.",
+        description="Adds a partition for each new snapshot and runs the job full when shards land or are replaced.",
     )
     def new_shards(context: dg.SensorEvaluationContext, storage: StorageResource) -> dg.SensorResult | dg.SkipReason:
         try:

@@ -35,7 +35,7 @@ def test_the_resource_given_is_the_one_recorded(project: Project) -> None:
         )
     assert result.success
     (edu,) = result.asset_materializations_for_node("edu_scores")
-    assert "3.5" in str(edu.metadata["accelerator"].value)
+    assert edu.metadata["accelerator"].value == "cpu (CPU), float32, at most 3.5 GB"
 
 
 def test_settings_become_the_resource() -> None:
