@@ -4,6 +4,7 @@ Tests run in file order on one server: the pages show what the backfill and the 
 """
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.project import SNAPSHOT_STAGES, write_shard
 playwright = pytest.importorskip("playwright.sync_api", reason="browser tests need playwright: make e2e installs it")
 pytestmark = pytest.mark.e2e
 
-_BROWSERS = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _LOCATION = "dagster_datamask"
 _REPOSITORY = {"repositoryName": "__repository__", "repositoryLocationName": _LOCATION}
 _FINISHED = ("SUCCESS", "FAILURE", "CANCELED")
@@ -148,7 +149,7 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(server: Server) -> Iterator[Any]:
-    browser_path = next((path for path in _BROWSERS if Path(path).exists()), None)
+    browser_path = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser_path is None:
         pytest.skip("no Chromium on this machine: make e2e installs it")
     with playwright.sync_playwright() as driver:
