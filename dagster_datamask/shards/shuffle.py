@@ -19,7 +19,7 @@ from dagster_datamask.shards.writer import table_file
 _BITS = 20
 _BUCKETS = 1 << _BITS
 # rows of one shard that are put back in order at a time
-_BLOCK_ROWS = 262_144
+_BLOCK_ROWS = 65_536
 
 
 @dataclass(frozen=True)
