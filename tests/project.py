@@ -1,5 +1,6 @@
 """A small project for tests: documents written on the spot, settings that need no hub, and stages run one by one."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def write_labels(folder: Path) -> Path:
 def settings_for(source: Path, root: Path, labels: Path, *overrides: str) -> Settings:
     """Demo settings cut down to seconds: 16 tokens a document, a sample of 40, a short gradient run beside."""
     return load_settings(
-        None,
+        # an empty file, so that the repository's own datamask.toml has no say
+        os.devnull,
         [
             "profile=demo",
             f"source.url={source}",
