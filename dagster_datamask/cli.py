@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -103,14 +104,18 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> 
     from dagster_datamask import running
     from dagster_datamask.resources.storage import StorageResource
     from dagster_datamask.shards.source import Source
+    from dagster_datamask.stages.freshness import unfitted
 
     source = Source(settings.source.url)
-    snapshots = running.chosen_snapshots(source, asked)
+    snapshots = running.chosen_snapshots(source, asked, lambda text: _err.print(text, style="yellow", highlight=False))
     if dry:
         return running.dry_run(settings, source, snapshots)
     store = StorageResource.from_settings(settings).store()
     if limit is not None:
         settings = running.limited(settings, source, snapshots, limit)
+    running.refuse_narrowing(store, settings, snapshots)
+    # a model that cannot be had is found here, before anything is written
+    unfitted(store, settings, source)
     home = running.dagster_home()
 
     def told(done: running.SnapshotRun) -> None:
@@ -122,7 +127,8 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> 
             )
 
     with dg.DagsterInstance.from_config(str(home)) as instance:
-        runs = running.materialise(settings, snapshots, instance, told)
+        running.free_dead_slots(instance, lambda text: _err.print(text, style="yellow", highlight=False))
+        runs = running.materialise(settings, source, snapshots, instance, told)
     return {
         "root": str(store.root),
         "runs": [
@@ -175,19 +181,20 @@ def demo(
             given += ["models.encoder=intfloat/e5-base-v2"]
         _err.print(f"{corpus.documents:,} documents in {len(corpus.rows)} snapshots", highlight=False)
         if export_only:
+            _print(asdict(corpus), as_json, lambda: None)
             return
         settings = load_settings(_demo_config(folder), given, env={})
         result = _run(settings, [], None, False)
-        result["report"] = str(_write_report(folder, settings, result))
+        result["report"] = str(_write_report(folder, settings, result)) if result["snapshots"] else None
     _print(result, as_json, lambda: _show_demo(result))
     if any(not r["success"] for r in result["runs"]):
         raise typer.Exit(1)
 
 
-def _demo_config(folder: Path) -> Path | None:
+def _demo_config(folder: Path) -> Path:
     """The project's own datamask.toml where the demo runs in it, so that the UI shows what the demo made."""
     beside = folder.parent / "datamask.toml"
-    return beside if beside.exists() else None
+    return beside if beside.exists() else Path(os.devnull)
 
 
 def _write_report(folder: Path, settings: Settings, result: dict[str, Any]) -> Path:
@@ -206,8 +213,9 @@ def _write_report(folder: Path, settings: Settings, result: dict[str, Any]) -> P
 
 def _show_demo(result: dict[str, Any]) -> None:
     _show_run(result, False)
-    _out.print(f"figures: {result['report']}", soft_wrap=True, highlight=False)
-    _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)
+    if result["report"]:
+        _out.print(f"figures: {result['report']}", soft_wrap=True, highlight=False)
+        _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)
 
 
 @app.command()

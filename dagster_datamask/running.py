@@ -6,6 +6,7 @@ command line looks like is `cli`'s.
 
 import importlib.resources
 import os
+import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,13 @@ from dagster_datamask.scoring.encoders import ENCODERS
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.identity import base_ids
-from dagster_datamask.shards.order import nth_smallest
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
 
 _ID_ROWS = 65_536
+_PROCESS_TAG = "datamask/process"
 # The dry run's yardstick, stated in its output: bf16 forward passes at 40 % of an A100's 312 TFLOP/s
 GPU_FLOPS = 0.4 * 312e12
 # the paper's own figure for the policy gradient: 30 to 60 minutes for a split of one million
@@ -58,16 +59,48 @@ class SnapshotRun:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def chosen_snapshots(source: Source, asked: Sequence[str]) -> list[str]:
-    """`asked`, each proved to have shards, or all snapshots of the source. Raises SourceError."""
-    snapshots = list(asked) or source.snapshots()
+def chosen_snapshots(source: Source, asked: Sequence[str], warn: Callable[[str], None]) -> list[str]:
+    """`asked`, each proved to have shards, or all snapshots that have some; `warn` is told of folders left out."""
+    if asked:
+        for snapshot in asked:
+            source.shards(snapshot)
+        return list(asked)
+    chosen = source.filled()
+    for name in source.unusable():
+        warn(f"folder {name!r} cannot be a snapshot: use letters, digits, '.', '_' and '-' only")
+    for name in sorted(set(source.snapshots()) - set(chosen)):
+        warn(f"snapshot {name} is left out: it has no .parquet shards")
+    return chosen
+
+
+def refuse_narrowing(store: Store, settings: Settings, snapshots: Sequence[str]) -> None:
+    """Raise SettingsError where a limited run would take the place of a published, less limited one."""
     for snapshot in snapshots:
-        source.shards(snapshot)
-    return snapshots
+        published = store.published("raw_shards", snapshot)
+        if published is not None and published.settings["source.hash_below"] > settings.source.hash_below:
+            raise SettingsError(
+                f"--limit would replace the fuller result of {snapshot} that {store.root} holds; give another --root"
+            )
+
+
+def free_dead_slots(instance: dg.DagsterInstance, report: Callable[[str], None]) -> None:
+    """Give back pool slots of runs that ended or whose process is gone: no daemon does it for runs of this command."""
+    for pool in instance.event_log_storage.get_concurrency_keys():
+        for run_id in {slot.run_id for slot in instance.event_log_storage.get_concurrency_info(pool).claimed_slots}:
+            run = instance.get_run_by_id(run_id)
+            if run is not None and not run.is_finished:
+                host, _, pid = run.tags.get(_PROCESS_TAG, "").rpartition(":")
+                if host != platform.node() or Path(f"/proc/{pid}").exists():
+                    report(f"pool {pool} is held by run {run_id}, which has not ended; waiting for its slot")
+                    continue
+                instance.report_run_failed(run, "its process is gone")
+            instance.event_log_storage.free_concurrency_slots_for_run(run_id)
+            report(f"freed the slot of pool {pool} that the dead run {run_id} held")
 
 
 def materialise(
     settings: Settings,
+    source: Source,
     snapshots: Sequence[str],
     instance: dg.DagsterInstance,
     told: Callable[[SnapshotRun], None] = lambda run: None,
@@ -76,7 +109,7 @@ def materialise(
     defs = build_definitions(settings)
     store = Store(Path(settings.storage.root))
     runs: list[SnapshotRun] = []
-    if unfitted(store, settings):
+    if unfitted(store, settings, source):
         runs.append(_execute(defs, fit_global.name, None, instance))
         told(runs[-1])
         if not runs[-1].success:
@@ -94,6 +127,7 @@ def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.
         instance=instance,
         partition_key=snapshot,
         raise_on_error=False,
+        tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}"},
         run_config={"loggers": {"console": {"config": {}}}},
     )
     run = SnapshotRun(snapshot or job, result.run_id, result.success)
@@ -124,10 +158,14 @@ def limited(settings: Settings, source: Source, snapshots: Sequence[str], limit:
                     yield hash64(base_ids(ids, shard.name, first, len(batch))[0], 0, LIMIT_PURPOSE)
                     first += len(batch)
 
-    total = sum(len(batch) for batch in hashes())
+    total = 0
+    smallest = np.empty(0, dtype=np.uint64)
+    for batch in hashes():
+        total += len(batch)
+        smallest = np.sort(np.concatenate([smallest, batch]))[: limit + 1]
     if limit >= total:
         return settings
-    last, following = nth_smallest(hashes, limit), nth_smallest(hashes, limit + 1)
+    last, following = int(smallest[limit - 1]), int(smallest[limit])
     below = (last + following + 1) / 2 / 2**64
     if not last < int(below * 2**64) <= following:
         less = f" or {limit - 1}" if limit > 1 else ""
@@ -157,7 +195,12 @@ def dry_run(settings: Settings, source: Source, snapshots: Sequence[str]) -> dic
         "bytes": size,
         "documents_embedded": embedded,
         "embedding_bytes": embedded * dimension * 2,
-        "passes_over_text": {"raw_shards": 1, "scorers": 3, "e5_embeddings": 1, "fineweb_mask": 1},
+        "passes_over_text": {
+            "raw_shards": 2 if source.hashes_content() else 1,
+            "scorers": 3,
+            "e5_embeddings": 1,
+            "fineweb_mask": 1,
+        },
         "gpu_hours": {
             "edu_scores": round(edu_hours, 4),
             "e5_embeddings": round(embed_hours, 4),

@@ -9,10 +9,11 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.selection.budgets import parse_budget
@@ -182,6 +183,21 @@ class Settings(Section):
     export: ExportSettings = ExportSettings()
     compute: ComputeSettings = ComputeSettings()
 
+    @model_validator(mode="after")
+    def _can_be_met(self) -> Self:
+        """Refuse, before any document is scored, what no snapshot could meet."""
+        if self.select.l_max < self.select.l_min:
+            raise ValueError(f"select.l_max = {self.select.l_max} lies below select.l_min = {self.select.l_min}")
+        budget = self.select.budget.strip()
+        if self.prune.threshold == "per_snapshot" and budget.endswith("%"):
+            share = Fraction(budget[:-1].strip()) / 100
+            if share > 1 - Fraction(repr(self.prune.ratio)):
+                raise ValueError(
+                    f"select.budget = {budget} cannot be met: prune.ratio = {self.prune.ratio} leaves "
+                    f"{1 - self.prune.ratio:.4g} of the documents; lower one of them"
+                )
+        return self
+
     def get(self, key: str) -> Any:
         """The value of a dotted key ("select.lambda")."""
         section, name = key.split(".", 1)
@@ -268,13 +284,18 @@ def load_settings(
     _absolute_paths(given, Path.cwd())
 
     profile = given.get("profile", written.get("profile", "paper"))
-    if profile not in PROFILES:
+    if not isinstance(profile, str) or profile not in PROFILES:
         raise SettingsError(f"profile {profile!r} is none of: {', '.join(PROFILES)}")
     defaults = json.loads(json.dumps(PROFILES[profile]))
     _absolute_paths(defaults, base)
     merged = _merge(_merge(defaults, written), given)
     merged["profile"] = profile
-    return _validate(merged, where)
+    try:
+        return _validate(merged, where)
+    except SettingsError:
+        # the file alone is in order: then it is the overrides' doing
+        _validate(_merge(defaults, written) | {"profile": profile}, where)
+        return _validate(merged, "the overrides")
 
 
 def _attribute(section: str, name: str) -> str:
@@ -328,7 +349,8 @@ def _validate(data: Mapping[str, Any], where: str) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if part != "lambda_")
-        raise SettingsError(f"{where}: {key} = {first['input']!r}: {first['msg']}") from error
+        what = f"{key} = {first['input']!r}: " if key else ""
+        raise SettingsError(f"{where}: {what}{first['msg'].removeprefix('Value error, ')}") from error
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
@@ -361,4 +383,7 @@ def _absolute_paths(data: dict[str, Any], base: Path) -> None:
             continue
         # a bare "org/name" is a hub id; only a path that says so is taken from the file's folder
         if key in _PATHS or value.startswith((".", "~")):
-            data[section][name] = str((base / Path(value).expanduser()).resolve())
+            try:
+                data[section][name] = str((base / Path(value).expanduser()).resolve())
+            except RuntimeError as error:
+                raise SettingsError(f"{key} = {value!r}: {error}") from error

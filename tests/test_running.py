@@ -91,10 +91,11 @@ class TestDryRun:
 
 
 def test_chosen_snapshots(project: Project) -> None:
-    assert running.chosen_snapshots(project.source, []) == list(SNAPSHOTS)
-    assert running.chosen_snapshots(project.source, [SNAPSHOTS[1]]) == [SNAPSHOTS[1]]
+    warned: list[str] = []
+    assert running.chosen_snapshots(project.source, [], warned.append) == list(SNAPSHOTS)
+    assert running.chosen_snapshots(project.source, [SNAPSHOTS[1]], warned.append) == [SNAPSHOTS[1]]
     with pytest.raises(SourceError, match=f"no snapshot 'x'; there are: {', '.join(SNAPSHOTS)}"):
-        running.chosen_snapshots(project.source, [SNAPSHOTS[0], "x"])
+        running.chosen_snapshots(project.source, [SNAPSHOTS[0], "x"], warned.append)
 
 
 def test_dagster_home_is_made_with_the_projects_settings_and_kept(
@@ -126,8 +127,9 @@ class TestMaterialise:
         bad = source / "data" / SNAPSHOTS[0] / "000_00000.parquet"
         bad.write_bytes(b"")
         told: list[str] = []
+        settings = settings_for(source, project.store.root, labels)
         runs = running.materialise(
-            settings_for(source, project.store.root, labels), SNAPSHOTS, instance, lambda run: told.append(run.name)
+            settings, Source(str(source)), SNAPSHOTS, instance, lambda run: told.append(run.name)
         )
         assert [(run.name, run.success) for run in runs] == [(SNAPSHOTS[0], False), (SNAPSHOTS[1], True)]
         assert told == list(SNAPSHOTS)
@@ -145,7 +147,7 @@ class TestMaterialise:
         broken = tmp_path / "dclm.parquet"
         pq.write_table(pa.table({"text": ["a", "b"]}), broken)
         settings = settings_for(small_source, tmp_path / "root", labels, f"score.dclm_labels={broken}")
-        runs = running.materialise(settings, SNAPSHOTS, instance)
+        runs = running.materialise(settings, Source(settings.source.url), SNAPSHOTS, instance)
         assert [(run.name, run.success) for run in runs] == [("fit_global", False)]
         assert str(broken) in (runs[0].failure or "")
         assert not instance.get_dynamic_partitions("cc_snapshot")

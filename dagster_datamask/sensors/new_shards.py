@@ -6,6 +6,8 @@ each. Nothing is read of the shards themselves. Where the global assets are miss
 
 import json
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import dagster as dg
 
@@ -14,7 +16,7 @@ from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import Settings, SettingsError
-from dagster_datamask.shards.source import SourceError
+from dagster_datamask.shards.source import Source, SourceError
 from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.freshness import unfitted
 
@@ -37,52 +39,88 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
     def new_shards(context: dg.SensorEvaluationContext, storage: StorageResource) -> dg.SensorResult | dg.SkipReason:
         try:
             source = storage.documents()
-            missing = unfitted(storage.store(), settings)
             snapshots = source.snapshots()
-        except (SourceError, SettingsError, ModelUnavailable) as error:
+        except (SourceError, SettingsError) as error:
             return dg.SkipReason(str(error))
         for folder in source.unusable():
             context.log.warning(f"folder {folder!r} of {source.url} cannot be a snapshot: rename it")
+
+        cursor = _Cursor.read(context.cursor)
+        changed = _changed(context, source, cursor, snapshots)
+        if not changed:
+            return dg.SkipReason(f"{len(cursor.seen)} snapshots, none new or changed")
+        try:
+            missing = unfitted(storage.store(), settings, source)
+        except (SettingsError, ModelUnavailable) as error:
+            return dg.SkipReason(str(error))
         if missing:
             return _fit_first(context, missing, global_settings)
 
-        seen: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
-        known = set(context.instance.get_dynamic_partitions(cc_snapshot.name or ""))
-        started = time.monotonic()
-        requests: list[dg.RunRequest] = []
-        added: list[str] = []
-        for snapshot in snapshots:
-            if len(requests) == _MAX_REQUESTS or time.monotonic() - started > _DEADLINE_SECONDS:
-                context.log.info("more snapshots wait for the next tick")
-                break
-            try:
-                fingerprint = source.listing_fingerprint(snapshot)
-            except SourceError as error:
-                context.log.warning(str(error))
-                continue
-            if seen.get(snapshot) == fingerprint:
-                continue
-            seen[snapshot] = fingerprint
-            if snapshot not in known:
-                added.append(snapshot)
-            requests.append(
-                dg.RunRequest(
-                    run_key=f"{snapshot}:{fingerprint}",
-                    job_name=full.name,
-                    partition_key=snapshot,
-                    tags={"datamask/listing": fingerprint},
-                )
+        known = context.instance.get_dynamic_partitions(cc_snapshot.name or "")
+        added = [snapshot for snapshot in changed if snapshot not in known]
+        requests = [
+            dg.RunRequest(
+                run_key=cursor.see(snapshot, fingerprint),
+                job_name=full.name,
+                partition_key=snapshot,
+                tags={"datamask/listing": fingerprint},
             )
-        cursor = json.dumps(seen, sort_keys=True)
-        if not requests:
-            return dg.SkipReason(f"{len(seen)} snapshots, none new or changed")
+            for snapshot, fingerprint in changed.items()
+        ]
         return dg.SensorResult(
             run_requests=requests,
             dynamic_partitions_requests=[cc_snapshot.build_add_request(added)] if added else [],
-            cursor=cursor,
+            cursor=cursor.text(),
         )
 
     return new_shards
+
+
+@dataclass
+class _Cursor:
+    """What was seen: per snapshot its listing's fingerprint and how often that changed; and where a tick ended."""
+
+    seen: dict[str, tuple[str, int]]
+    after: str
+
+    @classmethod
+    def read(cls, text: str | None) -> "_Cursor":
+        found: dict[str, Any] = json.loads(text) if text else {"seen": {}, "after": ""}
+        return cls({name: (value[0], value[1]) for name, value in found["seen"].items()}, found["after"])
+
+    def text(self) -> str:
+        return json.dumps({"seen": self.seen, "after": self.after}, sort_keys=True)
+
+    def see(self, snapshot: str, fingerprint: str) -> str:
+        """Note the listing and give the run's key: a listing that comes back is a change like any other."""
+        changes = self.seen[snapshot][1] + 1 if snapshot in self.seen else 0
+        self.seen[snapshot] = (fingerprint, changes)
+        self.after = snapshot
+        return f"{snapshot}:{fingerprint}" + (f":{changes}" if changes else "")
+
+
+def _changed(
+    context: dg.SensorEvaluationContext, source: Source, cursor: _Cursor, snapshots: list[str]
+) -> dict[str, str]:
+    """{snapshot: listing fingerprint} of those that are new or changed, at most as many as one tick may request.
+
+    New snapshots come first, then the others from where the last tick ended, so that a slow listing starves none.
+    """
+    started = time.monotonic()
+    order = sorted(snapshots, key=lambda name: (name in cursor.seen, name <= cursor.after, name))
+    changed: dict[str, str] = {}
+    for snapshot in order:
+        if len(changed) == _MAX_REQUESTS or time.monotonic() - started > _DEADLINE_SECONDS:
+            context.log.info("more snapshots wait for the next tick")
+            break
+        try:
+            fingerprint = source.listing_fingerprint(snapshot)
+        except SourceError as error:
+            context.log.warning(str(error))
+            continue
+        if snapshot not in cursor.seen or cursor.seen[snapshot][0] != fingerprint:
+            changed[snapshot] = fingerprint
+    return changed
 
 
 def _fit_first(

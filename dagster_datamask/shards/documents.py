@@ -46,7 +46,7 @@ class DocumentReader:
                 f"{self._source.url}: shard {name} of {self._raw.snapshot} is gone since raw_shards read it; "
                 "materialise raw_shards again"
             )
-        if self._source.footer(shard).digest != self._raw.record(name).source["footer"]:
+        if self._source.content(shard) != self._raw.record(name).source["content"]:
             raise InconsistentFiles(
                 f"{shard.path} was rewritten since raw_shards read it; materialise raw_shards again"
             )

@@ -22,6 +22,8 @@ from dagster_datamask.shards.writer import file_sha256, remove_temps, write_json
 
 POINTER = "current.json"
 _LEASE = ".lease"
+_INPUTS = ".inputs.json"
+_TRASH = ".trash-"
 _WORK = ".work"
 
 
@@ -53,6 +55,7 @@ class Published:
     folder: Path
     shards: tuple[str, ...]
     ext: str
+    code_version: str
     settings: dict[str, Any]
     inputs: dict[str, str]
     rows: int
@@ -92,6 +95,7 @@ class Store:
             folder=folder / pointer["fingerprint"],
             shards=tuple(pointer["shards"]),
             ext=pointer["ext"],
+            code_version=pointer["code_version"],
             settings=pointer["settings"],
             inputs=pointer["inputs"],
             rows=pointer["rows"],
@@ -138,6 +142,8 @@ class Store:
         folder = self.folder(asset, snapshot) / fingerprint
         with _lease(folder, waiting):
             remove_temps(folder)
+            # so that gc knows what a run is reading, not only what it writes
+            write_json(folder / _INPUTS, dict(inputs))
             yield Generation(self, asset, snapshot, fingerprint, folder, code_version, dict(settings), dict(inputs))
 
     def gc(self, keep: int) -> list[tuple[str, int]]:
@@ -147,8 +153,8 @@ class Store:
         """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
-        pointers = [json.loads(path.read_text("utf-8")) for path in sorted(self.root.glob(f"**/{POINTER}"))]
-        wanted = {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
+        for trash in sorted(self.root.glob(f"**/{_TRASH}*")):
+            shutil.rmtree(trash)
         removed = []
         for parent in sorted({lease.parent.parent for lease in self.root.glob(f"**/{_LEASE}")}):
             generations = sorted(
@@ -156,12 +162,41 @@ class Store:
                 key=lambda folder: (folder.stat().st_mtime_ns, folder.name),
                 reverse=True,
             )
+            wanted = self._wanted()
             spare = [folder for folder in generations if folder.name not in wanted]
             for folder in spare[max(0, keep - (len(generations) - len(spare))) :]:
                 size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                if _remove_if_free(folder):
+                if self._remove_if_spare(folder):
                     removed.append((str(folder.relative_to(self.root)), size))
         return removed
+
+    def _wanted(self) -> set[str]:
+        """Fingerprints that a pointer names, a current generation was made from, or a running stage reads."""
+        pointers = [json.loads(path.read_text("utf-8")) for path in sorted(self.root.glob(f"**/{POINTER}"))]
+        wanted = {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
+        for lease in self.root.glob(f"**/{_LEASE}"):
+            inputs = lease.with_name(_INPUTS)
+            if inputs.exists() and _is_held(lease):
+                wanted |= set(json.loads(inputs.read_text("utf-8")).values())
+        return wanted
+
+    def _remove_if_spare(self, folder: Path) -> bool:
+        """Remove a generation unless a run holds it or, since the list was made, something has come to need it."""
+        handle = os.open(folder / _LEASE, os.O_RDWR)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            if folder.name in self._wanted():
+                return False
+            # renamed first: a gc killed midway must not leave half a generation under its name
+            trash = folder.with_name(f"{_TRASH}{folder.name}")
+            folder.rename(trash)
+            shutil.rmtree(trash)
+            return True
+        finally:
+            os.close(handle)
 
 
 @dataclass
@@ -283,14 +318,13 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _remove_if_free(folder: Path) -> bool:
-    handle = os.open(folder / _LEASE, os.O_RDWR)
+def _is_held(lease: Path) -> bool:
+    handle = os.open(lease, os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    else:
-        shutil.rmtree(folder)
         return True
+    else:
+        return False
     finally:
         os.close(handle)

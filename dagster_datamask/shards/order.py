@@ -67,11 +67,6 @@ def cut(batches: Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]], count: i
     return Cut(value, tie, count)
 
 
-def nth_smallest(batches: Callable[[], Iterable[np.ndarray]], n: int) -> int:
-    """The n-th smallest (from 1) uint64 of all batches, equal ones counted."""
-    return _nth(batches, n)[0]
-
-
 def _nth(batches: Callable[[], Iterable[np.ndarray]], count: int) -> tuple[int, int]:
     """(the `count`-th smallest uint64 of all batches, how many are smaller than it)."""
     prefix = 0

@@ -4,22 +4,25 @@ A split is a range of the keyed hash of `doc_id`, so membership does not depend 
 cut from a histogram so that no split exceeds its size. Each split is written by one pass and read once.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dagster_datamask.keyed import hash64
+from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.writer import table_file
 
 _BITS = 20
 _BUCKETS = 1 << _BITS
 # rows of one shard that are put back in order at a time
 _BLOCK_ROWS = 65_536
+# of each split's result: a snapshot may have hundreds
+_READ_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -69,13 +72,49 @@ def scatter(folder: Path, schema: pa.Schema, splits: Splits, batches: Callable[[
     return paths
 
 
-def gather(results: list[Path], shard: int, columns: list[str]) -> Iterator[pa.Table]:
-    """Rows of one shard from all split results (parquet with `shard`, `ordinal`), by ordinal, in blocks."""
-    frame = pl.scan_parquet(results).filter(pl.col("shard") == shard)
-    last = frame.select(pl.col("ordinal").max()).collect().item()
-    for start in range(0, 0 if last is None else last + 1, _BLOCK_ROWS):
-        block = frame.filter(pl.col("ordinal").is_between(start, start + _BLOCK_ROWS - 1))
-        yield block.sort("ordinal").select(columns).collect().to_arrow()
+class Gather:
+    """Split results (parquet with `shard`, `ordinal`, sorted by both) merged back into shard order.
+
+    Shards are asked for in rising order; each file is read forward once, and a block of rows is in memory.
+    """
+
+    def __init__(self, results: Sequence[Path]) -> None:
+        self._files = [_Sorted(path) for path in results]
+
+    def shard(self, number: int, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of one shard, by ordinal, in blocks."""
+        for file in self._files:
+            file.before(number, 0)
+        start = 0
+        while any(file.holds(number) for file in self._files):
+            start += _BLOCK_ROWS
+            parts = [file.before(number, start) for file in self._files]
+            yield pa.concat_tables(parts).sort_by("ordinal").select(columns)
+
+
+class _Sorted:
+    """One split's result, read forward."""
+
+    def __init__(self, path: Path) -> None:
+        self._batches = read_batches(path, None, _READ_ROWS)
+        self._buffer = next(self._batches, None)
+        self._empty = pq.read_schema(path).empty_table()
+
+    def before(self, shard: int, ordinal: int) -> pa.Table:
+        """Rows not handed out yet that come before (shard, ordinal)."""
+        parts = [self._empty]
+        while self._buffer is not None:
+            shards, ordinals = self._buffer["shard"].to_numpy(), self._buffer["ordinal"].to_numpy()
+            inside = int(((shards < shard) | ((shards == shard) & (ordinals < ordinal))).sum())
+            parts.append(self._buffer.slice(0, inside))
+            self._buffer = self._buffer.slice(inside) if inside < len(self._buffer) else next(self._batches, None)
+            if self._buffer is not None and inside < len(shards):
+                break
+        return pa.concat_tables(parts)
+
+    def holds(self, shard: int) -> bool:
+        """Whether the next row is of `shard`."""
+        return self._buffer is not None and self._buffer["shard"][0].as_py() == shard
 
 
 def _buckets(ids: Iterable[str], seed: int) -> np.ndarray:

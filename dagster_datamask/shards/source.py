@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from fsspec.core import url_to_fs
@@ -23,7 +22,11 @@ SNAPSHOT_KEY = re.compile(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 # a stream reads a column chunk piece by piece, so a 2 GB chunk of text costs one buffer and not two gigabytes
 _BUFFER_BYTES = 1 << 20
 # object stores say what a file holds; only where none of these is given is the file itself hashed
-_CHECKSUMS = ("ETag", "etag", "md5Hash", "md5", "content_md5", "sha256", "checksum", "blob_id")
+_CHECKSUMS = ("sha256", "md5Hash", "md5", "content_md5", "checksum", "blob_id", "ETag", "etag")
+# what a shard holds, by what its listing says of it: a process hashes an unchanged file once
+_contents: dict[tuple[str, str, int, str], str] = {}
+# a side file of raw_shards has this name
+_RESERVED = "quarantined_shards"
 
 
 class SourceError(ValueError):
@@ -63,6 +66,8 @@ class Source:
         except (ValueError, ImportError) as error:
             raise SourceError(f"source {url}: {error}") from error
         self.path = path.rstrip("/")
+        # one file system object lives as long as the process, and some keep old listings
+        self.fs.invalidate_cache()
 
     def snapshots(self) -> list[str]:
         """Names of the snapshots that hold at least a folder, sorted. Raises SourceError if there are none."""
@@ -72,6 +77,19 @@ class Source:
                 f"source {self.url}: no snapshot folders; expected data/<snapshot>/*.parquet or <snapshot>/*.parquet"
             )
         return names
+
+    def filled(self) -> list[str]:
+        """The snapshots that have shards. Raises SourceError if none has."""
+        names = [name for name in self.snapshots() if self._has_shards(name)]
+        if not names:
+            raise SourceError(f"source {self.url}: none of its snapshots has .parquet shards")
+        return names
+
+    def _has_shards(self, snapshot: str) -> bool:
+        try:
+            return bool(self.shards(snapshot))
+        except SourceError:
+            return False
 
     def unusable(self) -> list[str]:
         """Folders whose name cannot be a partition key, sorted."""
@@ -88,12 +106,14 @@ class Source:
         shards = []
         for entry in entries:
             base = posixpath.basename(entry["name"])
-            if entry["type"] == "file" and base.endswith(".parquet") and base[0] not in "._":
+            if base.endswith(".parquet") and base[0] not in "._" and self._is(entry, "file"):
+                if base == f"{_RESERVED}.parquet":
+                    raise SourceError(f"{entry['name']}: a shard cannot be called {_RESERVED!r}; rename it")
                 shards.append(
                     Shard(
                         name=base.removesuffix(".parquet"),
                         path=entry["name"],
-                        size=int(entry["size"] or 0),
+                        size=int(self.fs.info(entry["name"])["size"] if entry.get("islink") else entry["size"] or 0),
                         listed=_listed(entry),
                     )
                 )
@@ -112,11 +132,20 @@ class Source:
         for key in _CHECKSUMS:
             if info.get(key):
                 return digest(key, str(info[key]), size=16).hex()
-        hasher = blake2b(digest_size=16)
-        with self.fs.open(shard.path, "rb") as file:
-            while block := file.read(1 << 22):
-                hasher.update(block)
-        return hasher.hexdigest()
+        seen = (self.url, shard.path, int(info["size"]), _listed(info))
+        if not seen[3] or seen not in _contents:
+            hasher = blake2b(digest_size=16)
+            with self.fs.open(shard.path, "rb") as file:
+                while block := file.read(1 << 22):
+                    hasher.update(block)
+            _contents[seen] = hasher.hexdigest()
+        return _contents[seen]
+
+    def hashes_content(self) -> bool:
+        """Whether identifying a shard costs reading it: its store gives no checksum."""
+        snapshot = self.filled()[0]
+        info = self.fs.info(self.shards(snapshot)[0].path)
+        return not any(info.get(key) for key in _CHECKSUMS)
 
     @contextmanager
     def open(self, shard: Shard) -> Iterator[pq.ParquetFile]:
@@ -126,17 +155,19 @@ class Source:
         with self.fs.open(shard.path, "rb") as file:
             try:
                 parquet = pq.ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False)
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowException, OSError) as error:
+                if _is_the_network_s(error):
+                    raise
                 raise BadShard(shard.path, f"is not readable parquet ({_first_line(error)})") from error
             check_source(shard.path, parquet.schema_arrow)
             yield parquet
 
     def footer(self, shard: Shard) -> Footer:
-        """Rows, plain schema, and a digest that is cheap and different after any rewrite that moved a byte."""
+        """Rows, plain schema, and a cheap digest over sizes, offsets and least and greatest values of the columns."""
         with self.open(shard) as parquet:
             meta = parquet.metadata
             groups = [
-                (column.total_compressed_size, column.total_uncompressed_size, column.data_page_offset)
+                (column.total_compressed_size, column.total_uncompressed_size, column.data_page_offset, _range(column))
                 for g in range(meta.num_row_groups)
                 for column in (meta.row_group(g).column(c) for c in range(meta.num_columns))
             ]
@@ -159,7 +190,15 @@ class Source:
                 for batch in parquet.iter_batches(batch_size=rows, columns=wanted, row_groups=groups):
                     yield _plain_batch(batch)
             except (pa.ArrowException, OSError) as error:
+                if _is_the_network_s(error):
+                    raise
                 raise BadShard(shard.path, f"cannot be decoded ({_first_line(error)})") from error
+
+    def _is(self, entry: dict[str, Any], kind: str) -> bool:
+        """Whether a listing's entry is a "file" or "directory", links followed."""
+        if entry["type"] not in ("file", "directory"):
+            return bool(self.fs.isfile(entry["name"]) if kind == "file" else self.fs.isdir(entry["name"]))
+        return bool(entry["type"] == kind)
 
     def _base(self) -> str:
         data = posixpath.join(self.path, "data")
@@ -172,7 +211,7 @@ class Source:
             raise SourceError(
                 f"source {self.url} does not exist; set [source] url in datamask.toml, DATAMASK_SOURCE or --source"
             ) from None
-        names = (posixpath.basename(entry["name"].rstrip("/")) for entry in entries if entry["type"] == "directory")
+        names = (posixpath.basename(e["name"].rstrip("/")) for e in entries if self._is(e, "directory"))
         return sorted(name for name in names if name and name[0] not in "._")
 
 
@@ -195,10 +234,18 @@ def _listed(entry: dict[str, Any]) -> str:
     return ""
 
 
+def _range(column: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:
+    found = column.statistics
+    return (found.min_raw, found.max_raw) if found is not None and found.has_min_max else None
+
+
+def _is_the_network_s(error: BaseException) -> bool:
+    """Whether an error is of reading (connection, permission, open files) and not of what was read.
+
+    Arrow reports broken pages as plain OSErrors without a number; a good shard must not be set aside for a hiccup.
+    """
+    return isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None)
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def is_remote(url: str) -> bool:
-    """Whether reading `url` leaves this machine."""
-    return fsspec.utils.get_protocol(url) not in ("file", "local", "memory")

@@ -67,7 +67,7 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
     stage = STAGES["quality_calibration"]
     settings = run.settings.score
     classifiers = run.store.current("quality_classifiers")
-    picked = _pick(source, settings.calibration_snapshots or source.snapshots(), settings.calibration_sample, bad)
+    picked = _pick(source, settings.calibration_snapshots or source.filled(), settings.calibration_sample, bad)
     inputs = {
         "quality_classifiers": classifiers.fingerprint,
         "precision": precision(run.accelerator),
@@ -122,7 +122,7 @@ def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> lis
             raise SettingsError(
                 f"score.calibration_snapshots: {snapshot!r} is not in {source.url}; there are: {', '.join(known)}"
             )
-    shards = [(snapshot, shard) for snapshot in snapshots for shard in source.shards(snapshot) if shard.path not in bad]
+    shards = [(snap, shard) for snap in snapshots for shard in source.shards(snap) if shard.path not in bad]
     order = np.argsort(hash64([f"{snap}/{shard.name}" for snap, shard in shards], 0, "sample"), kind="stable")
     chosen: dict[int, list[int]] = {}
     found = 0
@@ -293,8 +293,10 @@ def _fit(vectors: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.nd
     )
     model.train(vectors)
     centroids = np.ascontiguousarray(model.centroids, dtype=np.float32)
-    labels, _ = nearest(vectors, centroids)
-    return centroids, np.bincount(labels, minlength=k)
+    sizes = np.zeros(k, dtype=np.int64)
+    for start in range(0, len(vectors), BATCH_ROWS):
+        sizes += np.bincount(nearest(vectors[start : start + BATCH_ROWS], centroids)[0], minlength=k)
+    return centroids, sizes
 
 
 def nearest(vectors: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

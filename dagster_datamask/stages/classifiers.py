@@ -12,7 +12,7 @@ from dagster_datamask.reporting.figures import calibration_figure
 from dagster_datamask.scoring.base import Scorer
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
-from dagster_datamask.scoring.models import content_revision, resolve_model
+from dagster_datamask.scoring.models import ModelUnavailable, content_revision, resolve_model
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer
 from dagster_datamask.scoring.training import (
@@ -66,6 +66,8 @@ def quality_classifiers(run: Run) -> Outcome:
             fact: dict[str, Any] = {
                 "kind": "edu" if part == "edu" else "fasttext",
                 "trained": source["trained"],
+                # a path of this machine would make published files differ from machine to machine
+                "ref": Path(ref).name if Path(ref := settings.get(f"models.{part}")).is_absolute() else ref,
                 "demo_model": settings.profile == "demo" and source["trained"],
                 "revision": source["identity"],
                 "positive_label": settings.get(_FASTTEXT_LABELS[part]) if part in _FASTTEXT_LABELS else None,
@@ -193,7 +195,13 @@ def open_scorer(part: str, classifiers: Published, settings: Settings, accelerat
             encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
             return EmbeddingHeadScorer(encoder, Head.load(path))
     else:
-        path = resolve_model(settings.get(f"models.{part}"), setting=part).path
+        found = resolve_model(settings.get(f"models.{part}"), setting=part)
+        if found.revision != fact["revision"]:
+            raise ModelUnavailable(
+                f"models.{part}: {found.ref} is now {found.revision}, but quality_classifiers were published with "
+                f"{fact['revision']}; run the job fit_global again"
+            )
+        path = found.path
     if part == "edu":
         return TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
     return FastTextScorer(path, settings.get(_FASTTEXT_LABELS[part]))

@@ -3,25 +3,34 @@
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
+from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs
 
 
-def unfitted(store: Store, settings: Settings) -> dict[str, str]:
+def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]:
     """{global asset: why it has to be fitted}, empty where all are published under these settings and models.
+
+    A calibration on documents that have nothing to do with the source is no calibration; one on snapshots of which
+    some are still there stays, because what is fitted is frozen.
 
     Raises ModelUnavailable for a model that cannot be had, SettingsError for labels that are not there.
     """
     why: dict[str, str] = {}
+    here = source.snapshots()
     for name, stage in STAGES.items():
         if stage.partitioned:
             continue
         published = store.published(name)
         if published is None:
             why[name] = "missing"
+        elif published.code_version != stage.version:
+            why[name] = "fitted by another version of the code"
         elif published.settings != stage.identity(settings):
             why[name] = "fitted under other settings"
+        elif not set(published.facts.get("snapshots", here)) & set(here):
+            why[name] = "fitted on snapshots that the source does not have"
         elif any(ancestor in why for ancestor in stage.inputs):
             why[name] = f"rests on {', '.join(a for a in stage.inputs if a in why)}"
         elif any(store.current(a).fingerprint != published.inputs.get(a) for a in stage.inputs):

@@ -12,7 +12,7 @@ import pyarrow as pa
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
-from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, joined
+from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, InconsistentFiles, joined
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
@@ -70,7 +70,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             ext=".parquet",
             total_rows=total,
             progress=run.progress(stage, snapshot),
-            source=lambda name: {"content": contents[name], "footer": footers[name].digest},
+            source=lambda name: {"content": _unchanged(source, by_name[name], contents[name])},
         )
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
             writer.write(
@@ -88,6 +88,13 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             "source_bytes": sum(shard.size for shard in by_name.values()),
         }
         return finish(generation, records, ".parquet", facts=facts, expected_rows=total, checks=(complete,))
+
+
+def _unchanged(source: Source, shard: Shard, content: str) -> str:
+    """`content`, if the shard that was read since still holds it."""
+    if source.content(shard) != content:
+        raise InconsistentFiles(f"{shard.path} changed while it was read; materialise raw_shards again")
+    return content
 
 
 class _Batch:

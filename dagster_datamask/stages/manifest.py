@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dagster_datamask import __version__
 from dagster_datamask.reporting.figures import quality_diversity_figure
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.scoring.text import decode_column
@@ -25,7 +24,7 @@ from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.calibration import selection_encoder
-from dagster_datamask.stages.classifiers import classifier_inputs, scorer_identity
+from dagster_datamask.stages.classifiers import classifier_inputs
 from dagster_datamask.stages.scores import QUALITY_BINS, SIDE_ROWS, integer_histogram
 
 STRATEGY = "datamask"
@@ -89,7 +88,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             "tokens_kept": _tokens_kept(generation.folder, raw),
             **_selection_facts(inputs["datamask_masks"]),
         }
-        write_json(generation.folder / SIDECAR, _sidecar(snapshot, inputs, counts, facts))
+        write_json(generation.folder / SIDECAR, _sidecar(run, snapshot, inputs, counts, facts))
         same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
         kept = Check(
             "kept_equals_budget",
@@ -179,17 +178,22 @@ def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
         for ancestor, fingerprint in sorted(published.inputs.items())
         if ancestor in lineage and lineage[ancestor].fingerprint != fingerprint
     ]
+    foreign += [
+        f"{name}: made by version {published.code_version} of the code (in force: {STAGES[name].version})"
+        for name, published in sorted(lineage.items())
+        if published.code_version != STAGES[name].version
+    ]
+    # revisions alone: a manifest written on a CPU accepts vectors made on a GPU
+    made = {key: value for key, value in classifiers.inputs.items() if key != "precision"}
+    now = {key: value for key, value in classifier_inputs(run.in_force, run.accelerator).items() if key != "precision"}
     models = {
-        "quality_classifiers": (classifiers.inputs, classifier_inputs(run.in_force, run.accelerator)),
+        "quality_classifiers": (made, now),
         "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
     } | {
-        f"{part}_scores": (
-            inputs[f"{part}_scores"].inputs["classifier"],
-            scorer_identity(part, classifiers, run.accelerator),
-        )
+        f"{part}_scores": (inputs[f"{part}_scores"].facts["model_revision"], classifiers.facts[part]["revision"])
         for part in PARTS
     }
-    return foreign + [f"{name}: made with another model" for name, (made, now) in models.items() if made != now]
+    return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
 
 
 def _selection_facts(masks: Published) -> dict[str, Any]:
@@ -235,27 +239,29 @@ def _batches(folder: Path, shards: Sequence[str], columns: list[str]) -> Iterato
 
 
 def _sidecar(
-    snapshot: str, inputs: Mapping[str, Published], counts: Counter[str], facts: Mapping[str, Any]
+    run: Run, snapshot: str, inputs: Mapping[str, Published], counts: Counter[str], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the selection was made from. No times, hosts or paths: equal inputs give an equal sidecar."""
     masks = inputs["datamask_masks"]
+    frozen = {name: run.store.current(name) for name in ("quality_calibration", "kmeans_centroids")}
+    everything = {**inputs, **frozen}
     settings: dict[str, Any] = {}
-    for published in inputs.values():
+    for published in everything.values():
         settings |= published.settings
     return {
         "snapshot": snapshot,
         "strategy": STRATEGY,
-        "datamask_version": __version__,
+        "code_versions": {name: published.code_version for name, published in everything.items()},
         "settings": dict(sorted(settings.items())),
-        "seeds": {"select.seed": masks.facts["seed"]},
+        "seeds": {key: value for key, value in sorted(settings.items()) if key.endswith(".seed")},
         "models": {
             **{
-                part: {name: inputs[f"{part}_scores"].facts[name] for name in ("model", "model_revision")}
+                part: {name: inputs[f"{part}_scores"].facts[name] for name in ("model", "model_ref", "model_revision")}
                 for part in PARTS
             },
             "encoder": inputs["e5_embeddings"].facts["encoder"],
         },
-        "fingerprints": fingerprints(inputs),
+        "fingerprints": fingerprints(everything),
         "quarantined_shards": inputs["raw_shards"].facts["quarantined_shards"],
         "decisions": {decision: counts[decision] for decision in DECISIONS},
         "budget": {"asked": facts["budget"], "met": counts["kept"], "short_by": facts["short_by"], "n": facts["n"]},

@@ -31,6 +31,7 @@ from dagster_datamask.shards.writer import table_file, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.classifiers import precision
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
+from dagster_datamask.stages.scores import SIDE_ROWS
 
 _RESULT = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *MASKS])
 _POINTS_IN_FIGURE = 200
@@ -74,11 +75,15 @@ def datamask_masks(run: Run, snapshot: str) -> Outcome:
     pool = _Pool(pruned, embedded)
     keys = {**fingerprints(inputs), "precision": precision(run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation:
-        splits = shuffle.plan(pool.ids(), select.split, select.seed)
+        splits = _plan(generation, pool, select)
         budget = _budget(select, pruned, sum(splits.sizes), snapshot)
         solved = _solve_splits(run, generation, pool, splits, budget, constants, snapshot)
         records = _write_masks(run, generation, embedded, sum(splits.sizes), solved, snapshot)
-        facts = _facts(select, pool, budget, constants, [json.loads(path.read_text("utf-8")) for _, path in solved])
+        summary = generation.folder / "facts.json"
+        if not summary.exists():
+            each = [json.loads(path.read_text("utf-8")) for _, path in solved]
+            write_json(summary, _facts(select, pool, budget, constants, each))
+        facts = json.loads(summary.read_text("utf-8"))
         kept = sum(record.counts.get("kept", 0) for record in records)
         exact = Check(
             "budget_met_exactly", kept == budget.met, True, {"asked": budget.asked, "kept": kept, "pool": budget.pool}
@@ -142,8 +147,13 @@ class _Pool:
             vectors.end()
 
     def ids(self) -> Iterator[list[str]]:
-        for table in self.batches():
-            yield table["doc_id"].to_pylist()
+        """Ids of `batches()`, without touching a vector."""
+        for shard in self.embedded.shards:
+            embedded = Cursor(self.embedded.path(shard), ["doc_id", "reason"], SIDE_ROWS)
+            for batch in read_batches(self.pruned.path(shard), ["doc_id", "decision"], SIDE_ROWS):
+                found, positions = embedded.take(batch["doc_id"].combine_chunks())
+                survives = batch["decision"].take(pa.array(positions)).is_null()
+                yield found["doc_id"].filter(pa.compute.and_(found["reason"].is_null(), survives)).to_pylist()
 
     def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(float16[n, d], float64[n]) blocks for the union's bound."""
@@ -166,6 +176,17 @@ def _budget(select: SelectSettings, pruned: Published, pool: int, snapshot: str)
     return budget
 
 
+def _plan(generation: Generation, pool: _Pool, select: SelectSettings) -> shuffle.Splits:
+    """The splits of this generation, planned once: a pass over the ids."""
+    path = generation.folder / "splits" / "plan.json"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        splits = shuffle.plan(pool.ids(), select.split, select.seed)
+        write_json(path, {"seed": splits.seed, "edges": splits.edges, "sizes": splits.sizes})
+    found = json.loads(path.read_text("utf-8"))
+    return shuffle.Splits(found["seed"], tuple(found["edges"]), tuple(found["sizes"]))
+
+
 def _solve_splits(
     run: Run,
     generation: Generation,
@@ -178,9 +199,9 @@ def _solve_splits(
     """(result, facts) files of every split, computing those that are missing."""
     # kept beside the masks, not in the scratch folder: they are the certificate's evidence
     folder = generation.folder / "splits"
-    folder.mkdir(exist_ok=True)
     files = [(folder / f"{k:05d}.parquet", folder / f"{k:05d}.json") for k in range(len(splits.sizes))]
-    if all(facts.exists() for _, facts in files):
+    done = [result.exists() and facts.exists() for result, facts in files]
+    if all(done):
         return files
     largest = max(splits.sizes)
     # the split as stored, and what the certified solver holds: 1.3 times the embeddings in float32
@@ -190,7 +211,7 @@ def _solve_splits(
     budgets = largest_remainder(budget.met, splits.sizes, splits.sizes)
     paths = shuffle.scatter(generation.work, pool.schema, splits, pool.batches)
     for k, (path, (result, facts)) in enumerate(zip(paths, files, strict=True)):
-        if not facts.exists():
+        if not done[k]:
             run.log(f"datamask_masks {snapshot}: split {k + 1} of {len(paths)}, {budgets[k]:,} of {splits.sizes[k]:,}")
             _solve_split(run, snapshot, path, k, budgets[k], constants, result, facts)
         path.unlink()
@@ -316,6 +337,7 @@ def _write_masks(
 ) -> list[ShardRecord]:
     results = [result for result, _ in solved]
     numbers = {shard: number for number, shard in enumerate(embedded.shards)}
+    gathered = shuffle.Gather(results)
 
     def kernel(table: pa.Table) -> tuple[pa.Table, int, dict[str, int]]:
         kept = pa.compute.sum(table["selected"]).as_py() or 0
@@ -324,7 +346,7 @@ def _write_masks(
     return map_shards(
         generation,
         embedded.shards,
-        lambda shard: shuffle.gather(results, numbers[shard], MASKS.names),
+        lambda shard: gathered.shard(numbers[shard], MASKS.names),
         lambda: kernel,
         MASKS,
         ext=".parquet",

@@ -61,6 +61,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             facts={
                 "scored": scored,
                 "mean": total / scored if scored else None,
+                "model_ref": fact["ref"],
                 "model_revision": fact["revision"],
                 "model": "demo model" if fact["demo_model"] else "trained here" if fact["trained"] else "published",
             },
@@ -152,13 +153,11 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
     stable hash of the id; with prune.threshold = frozen, those below quality_calibration's threshold.
     """
     stage = STAGES["pruned_documents"]
-    inputs = run.inputs(stage, snapshot)
-    raw, quality = inputs["raw_shards"], inputs["quality_scores"]
     prune = run.settings.prune
+    frozen = prune.threshold == "frozen"
+    inputs = run.inputs(stage, snapshot, stage.inputs if frozen else ("raw_shards", "quality_scores"))
+    raw, quality = inputs["raw_shards"], inputs["quality_scores"]
     keys = fingerprints(inputs)
-    if prune.threshold == "frozen":
-        calibration = run.store.current("quality_calibration")
-        keys["quality_calibration"] = calibration.fingerprint
     with run.generation(stage, snapshot, keys) as generation:
 
         def read(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
@@ -168,8 +167,8 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
             cursor.end()
 
         def kernel() -> _Prune:
-            if prune.threshold == "frozen":
-                return _Prune(None, calibration.facts["prune_threshold"])
+            if frozen:
+                return _Prune(None, inputs["quality_calibration"].facts["prune_threshold"])
             spill = generation.work / "keys.bin"
             n = _spill_keys(spill, (pair for shard in raw.shards for pair in read(shard)))
             keep = n - int(np.floor(prune.ratio * n + 0.5))

@@ -36,7 +36,7 @@ def reader_of(folder: Path, present: list[bool], group_rows: int = 4) -> Documen
             rows=len(rows),
             rows_in=len(present),
             counts={},
-            source={"footer": source.footer(shard).digest},
+            source={"content": source.content(shard)},
         )
         return DocumentReader(source, generation.publish([record], ".parquet", {}))
 

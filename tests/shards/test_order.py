@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_datamask.shards.order import Cut, cut, descending, nth_smallest, tie_hash
+from dagster_datamask.shards.order import Cut, cut, descending, tie_hash
 
 SCORES = st.lists(
     st.one_of(
@@ -42,12 +42,6 @@ def test_keys_order_as_scores_do_and_signed_zeros_are_equal(scores: list[float])
 
 
 @settings(max_examples=40, deadline=None)
-@given(keys=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=30), data=st.data())
-def test_nth_smallest_is_that_of_sorting(keys: list[int], data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, len(keys)))
-    assert nth_smallest(lambda: [np.array(keys, dtype=np.uint64)], n) == sorted(keys)[n - 1]
-
-
 def test_a_cut_beyond_the_documents_says_how_many_there_are() -> None:
     with pytest.raises(ValueError, match="a cut after 3 needs as many documents; there are 2"):
         cut(lambda: [(descending(np.array([1.0, 2.0])), tie_hash(["a", "b"]))], 3)

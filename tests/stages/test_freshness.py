@@ -10,7 +10,7 @@ from tests.project import Project, write_labels
 
 
 def why(project: Project) -> dict[str, str]:
-    return unfitted(project.store, project.settings)
+    return unfitted(project.store, project.settings, project.source)
 
 
 def test_nothing_where_all_is_fitted_under_these_settings(project: Project) -> None:
