@@ -191,7 +191,7 @@ class TestRefused:
         assert not list(Path.cwd().iterdir())
 
     def test_a_budget_above_the_pool_fails_the_run_with_both_numbers(self, datamask: Run, settings: Settings) -> None:
-        result = datamask("run", "--snapshots", SNAPSHOTS[0], "--set", "select.budget=60%")
+        result = datamask("run", "--snapshots", SNAPSHOTS[0], "--set", "select.budget=39")
         assert result.exit_code == 1
         (line,) = [line for line in result.stderr.splitlines() if line.startswith(f"{SNAPSHOTS[0]} failed: ")]
         assert "asks for 39 of the 65 documents" in line and "left 36" in line

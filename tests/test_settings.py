@@ -1,6 +1,7 @@
 """datamask.toml: every key typed, every mistake named, every source of a value in its place."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -302,3 +303,35 @@ def test_the_hash_is_the_same_in_another_process() -> None:
     own = settings.hash(keys)
     assert len(own) == 12
     assert other.stdout.strip() == own
+
+
+class TestWhatCannotBeMet:
+    def test_a_share_above_what_pruning_leaves(self) -> None:
+        with pytest.raises(
+            SettingsError, match=r"the overrides: select\.budget = 56% cannot be met: prune\.ratio = 0\.45 leaves 0\.55"
+        ):
+            load_settings(os.devnull, ["select.budget=56%"], env={})
+        assert load_settings(os.devnull, ["select.budget=55%"], env={}).select.budget == "55%"
+        assert load_settings(os.devnull, ["select.budget=56%", "prune.threshold=frozen"], env={})
+
+    def test_logits_that_end_before_they_begin(self) -> None:
+        with pytest.raises(SettingsError, match=r"select\.l_max = 1\.0 lies below select\.l_min = 3\.0"):
+            load_settings(os.devnull, ["select.l_min=3.0", "select.l_max=1.0"], env={})
+
+    @pytest.mark.parametrize("override", ["profile.x=1", "profile=[1]", "profile=1"])
+    def test_a_profile_of_another_kind(self, override: str) -> None:
+        with pytest.raises(SettingsError, match=r"profile .* is none of: paper, demo"):
+            load_settings(os.devnull, [override], env={})
+
+    def test_a_home_of_nobody(self) -> None:
+        with pytest.raises(SettingsError, match=r"source\.url = '~nobody-here/x'"):
+            load_settings(os.devnull, ["source.url=~nobody-here/x"], env={})
+
+    def test_an_override_is_blamed_and_not_the_file(self, tmp_path: Path) -> None:
+        config = tmp_path / "datamask.toml"
+        config.write_text("[select]\nlambda = 0.2\n")
+        with pytest.raises(SettingsError, match=r"^the overrides: select\.lambda = 3"):
+            load_settings(config, ["select.lambda=3"], env={})
+        config.write_text("[select]\nlambda = 2\n")
+        with pytest.raises(SettingsError, match=rf"^{config}: select\.lambda = 2"):
+            load_settings(config, [], env={})

@@ -52,6 +52,11 @@ class DocumentReader:
             )
         return shard
 
+    def identity(self, name: str) -> tuple[str, str]:
+        """What a shard's documents are: the hash of its raw_shards file, and what the source shard holds."""
+        record = self._raw.record(name)
+        return record.sha256, record.source["content"]
+
     def batches(self, name: str, columns: Sequence[str] | None, rows: int = BATCH_ROWS) -> Iterator[Documents]:
         """Batches of at most `rows` documents of a shard; `columns` of the source, None for all it has."""
         shard = self.shard(name)

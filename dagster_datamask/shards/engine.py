@@ -40,6 +40,7 @@ def map_shards(
     total_rows: int,
     progress: Progress,
     source: Callable[[str], Mapping[str, Any]] = lambda shard: {},
+    origin: Callable[[str], str] = lambda shard: "",
     group_rows: int = ROW_GROUP_ROWS,
 ) -> list[ShardRecord]:
     """Completion records of all `shards`, computing those that are missing.
@@ -47,13 +48,17 @@ def map_shards(
     `read(shard)` yields batches of any kind; the kernel turns one into (rows to write, rows it accounts for, counts by
     reason). `kernel` and a callable `schema` are built on the first incomplete shard only, so a finished stage loads
     no model. `progress(rows done, total_rows, shard)` is called after every batch. `source(shard)` is stored in the
-    record as what the shard was made from.
+    record as what the shard was made from. `origin(shard)` names all that its bytes depend on: a shard that another
+    generation has made from the same is taken over, so that a shard that lands does not cost its neighbours' scores.
     """
     records = []
     run: Kernel | None = None
     done = 0
     for shard in shards:
         record = generation.record(shard, ext)
+        made_from = origin(shard) if record is None else ""
+        if made_from:
+            record = generation.adopt(shard, ext, made_from)
         if record is None:
             if run is None:
                 run = kernel()
@@ -69,7 +74,7 @@ def map_shards(
                     counts.update(batch_counts)
                     progress(done + rows_in, total_rows, shard)
             record = generation.complete(
-                shard, ext, rows=writer.rows, rows_in=rows_in, counts=counts, source=source(shard)
+                shard, ext, rows=writer.rows, rows_in=rows_in, counts=counts, source=source(shard), origin=made_from
             )
         done += record.rows_in
         progress(done, total_rows, shard)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.shards.writer import file_sha256, remove_temps, write_json
+from dagster_datamask.shards.writer import atomic, file_sha256, remove_temps, write_json
 
 POINTER = "current.json"
 _LEASE = ".lease"
@@ -33,7 +33,10 @@ class NotPublished(LookupError):
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What is known of one finished shard file: rows in it, rows counted by reason, its bytes' hash."""
+    """What is known of one finished shard file: rows in it, rows counted by reason, its bytes' hash.
+
+    `origin` names all that the bytes are made from, where a stage's shards do not depend on each other.
+    """
 
     shard: str
     file: str
@@ -43,6 +46,7 @@ class ShardRecord:
     bytes: int
     sha256: str
     source: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,7 @@ class Generation:
         rows_in: int,
         counts: Mapping[str, int],
         source: Mapping[str, Any] | None = None,
+        origin: str = "",
     ) -> ShardRecord:
         """Write the completion record of a file that is already in place."""
         file = self.folder / f"{shard}{ext}"
@@ -249,7 +254,31 @@ class Generation:
             bytes=file.stat().st_size,
             sha256=file_sha256(file),
             source=dict(source or {}),
+            origin=origin,
         )
+        return self._keep(record)
+
+    def adopt(self, shard: str, ext: str, origin: str) -> ShardRecord | None:
+        """Take over the shard's file of another generation, made from the same, and its record; None if there is none.
+
+        The file is linked, not copied: files are replaced whole and never written into.
+        """
+        name = f"{shard}{ext}"
+        for other in sorted(self.folder.parent.glob(f"*/{name}.done.json")):
+            try:
+                record = _read_record(other)
+                if record.origin != origin or other.with_name(name).stat().st_size != record.bytes:
+                    continue
+                with atomic(self.folder / name) as temp:
+                    os.link(other.with_name(name), temp)
+            except FileNotFoundError:
+                # gc was faster
+                continue
+            return self._keep(record)
+        return None
+
+    def _keep(self, record: ShardRecord) -> ShardRecord:
+        file = self.folder / record.file
         write_json(file.with_name(file.name + ".done.json"), {**asdict(record), "fingerprint": self.fingerprint})
         return record
 

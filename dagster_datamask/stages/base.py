@@ -4,12 +4,14 @@
 the Launchpad's fields and the manifest's settings check all come from it, so they cannot disagree.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.keyed import digest
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import Progress, every_seconds
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord, Store
@@ -305,6 +307,11 @@ class Run:
             waiting=self.log,
         ) as generation:
             yield generation
+
+    def origin(self, stage: Stage, *parts: str) -> str:
+        """The origin of one shard's file: the stage's code and settings, and `parts`, all else that it is made of."""
+        settings = json.dumps(stage.identity(self.settings), sort_keys=True)
+        return digest(stage.name, stage.version, settings, *parts).hex()
 
     def progress(self, stage: Stage, snapshot: str | None) -> Progress:
         return every_seconds(self.log, f"{stage.name} {snapshot}" if snapshot else stage.name)

@@ -56,6 +56,14 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
             ext=".arrow",
             total_rows=raw.rows,
             progress=run.progress(stage, snapshot),
+            origin=lambda shard: run.origin(
+                stage,
+                keys["encoder"],
+                keys["precision"],
+                *reader.identity(shard),
+                # with all rows embedded, what pruning decided does not matter
+                "" if everything else pruned.record(shard).sha256,
+            ),
         )
         return finish(
             generation,

@@ -47,6 +47,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             ext=".parquet",
             total_rows=raw.rows,
             progress=run.progress(stage, snapshot),
+            origin=lambda shard: run.origin(stage, keys["classifier"], *reader.identity(shard)),
         )
         scored, total = 0, 0.0
         for shard in raw.shards:

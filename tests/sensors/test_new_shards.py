@@ -12,6 +12,7 @@ import pytest
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.sensors import new_shards
 from dagster_datamask.sensors.new_shards import build_new_shards
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
@@ -139,7 +140,7 @@ def test_twenty_five_a_tick_and_the_rest_on_the_next(daemon: Daemon, source: Pat
     assert [len(first), len(second), len(third)] == [25, 25, 10]
     assert len({*first, *second, *third}) == 60
     assert daemon.tick() == "60 snapshots, none new or changed"
-    assert sorted(daemon.instance.get_dynamic_partitions(PARTITIONS)) == sorted(json.loads(daemon.cursor or ""))
+    assert sorted(daemon.instance.get_dynamic_partitions(PARTITIONS)) == sorted(json.loads(daemon.cursor or "")["seen"])
 
 
 def test_the_cursor_outlives_the_process(daemon: Daemon, source: Path, instance: dg.DagsterInstance) -> None:
@@ -247,3 +248,24 @@ def test_the_root_is_only_looked_at(daemon: Daemon) -> None:
     before = sorted(str(path) for path in root.rglob("*"))
     daemon.tick()
     assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+def test_a_listing_that_comes_back_is_run_again(daemon: Daemon, source: Path) -> None:
+    daemon.snapshots()
+    extra = write_shard(source, "CC-MAIN-2024-10", "001_00000", 2)
+    assert daemon.snapshots() == ["CC-MAIN-2024-10"]
+    extra.unlink()
+    assert daemon.snapshots() == ["CC-MAIN-2024-10"]
+    assert daemon.tick() == "2 snapshots, none new or changed"
+
+
+def test_slow_listings_starve_no_snapshot(daemon: Daemon, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # every listing takes longer than a tick may: one snapshot a tick, and each gets its turn
+    ticks = iter(range(100))
+    monkeypatch.setattr(new_shards.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(new_shards, "_DEADLINE_SECONDS", 1.5)
+    seen = [daemon.snapshots(), daemon.snapshots()]
+    assert seen == [["CC-MAIN-2024-10"], ["CC-MAIN-2024-18"]]
+    for snapshot in ("CC-MAIN-2024-10", "CC-MAIN-2024-18"):
+        write_shard(source, snapshot, "001_00000", 2)
+    assert sorted(str(daemon.snapshots()[0]) for _ in range(2)) == ["CC-MAIN-2024-10", "CC-MAIN-2024-18"]

@@ -154,7 +154,12 @@ def test_a_failing_kernel_leaves_finished_shards_and_no_temp(tmp_path: Path) -> 
             total_rows=2,
             progress=lambda done, total, shard: None,
         )
-    assert sorted(p.name for p in generation.folder.iterdir()) == [".lease", "x.parquet", "x.parquet.done.json"]
+    assert sorted(p.name for p in generation.folder.iterdir()) == [
+        ".inputs.json",
+        ".lease",
+        "x.parquet",
+        "x.parquet.done.json",
+    ]
     assert store.published("a", "S") is None
 
 
@@ -254,9 +259,84 @@ def test_a_stale_temp_of_the_pointer_goes_with_the_next_run(tmp_path: Path) -> N
     (published.folder / ".current.json.1.tmp").write_text("{")
     publish(store, 1)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
+        ".inputs.json",
         ".lease",
         "current.json",
         "s.parquet",
         "s.parquet.done.json",
     ]
     assert json.loads((tmp_path / "a" / "S" / "current.json").read_text())["fingerprint"] == published.fingerprint
+
+
+def test_gc_keeps_what_a_running_stage_reads(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    old = publish(store, 1)
+    age(old, 100)
+    publish(store, 2)
+    with store.generation("b", "S", code_version="1", settings={}, inputs={"a": old.fingerprint}):
+        assert store.gc(1) == []
+    assert [path for path, _ in store.gc(1)] == [f"a/S/{old.fingerprint}"]
+
+
+def test_gc_looks_again_before_it_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path)
+    old = publish(store, 1)
+    age(old, 100)
+    publish(store, 2)
+    wanted = Store._wanted
+    calls: list[int] = []
+
+    def and_then_the_old_setting_comes_back(self: Store) -> set[str]:
+        found = wanted(self)
+        calls.append(1)
+        if len(calls) == 1:
+            publish(store, 1)
+        return found
+
+    monkeypatch.setattr(Store, "_wanted", and_then_the_old_setting_comes_back)
+    assert store.gc(1) == []
+    assert store.current("a", "S").path("s").exists()
+
+
+def test_what_a_killed_gc_left_goes_with_the_next(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    current = publish(store, 1)
+    trash = current.folder.with_name(".trash-0123")
+    trash.mkdir()
+    (trash / "half").write_text("")
+    assert store.gc(2) == []
+    assert not trash.exists()
+    assert current.path("s").exists()
+
+
+def test_a_shard_made_from_the_same_is_taken_over(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    computed: list[str] = []
+
+    def run(version: str, origins: dict[str, str]) -> Published:
+        with store.generation("a", "S", code_version=version, settings={}, inputs={}) as generation:
+            records = map_shards(
+                generation,
+                list(origins),
+                lambda shard: [shard],
+                lambda: (
+                    lambda shard: (
+                        computed.append(shard) or pa.table({"doc_id": [origins[shard]]}, schema=SCHEMA),
+                        1,
+                        {"good": 1},
+                    )
+                ),
+                SCHEMA,
+                ext=".parquet",
+                total_rows=len(origins),
+                progress=lambda done, total, shard: None,
+                origin=lambda shard: origins[shard],
+            )
+            return generation.publish(records, ".parquet", {})
+
+    first = run("1", {"x": "old", "y": "old"})
+    second = run("2", {"x": "old", "y": "new", "z": "old"})
+    assert computed == ["x", "y", "y", "z"]
+    assert second.path("x").samefile(first.path("x"))
+    assert second.record("x") == first.record("x")
+    assert (second.rows, second.counts) == (3, {"good": 3})

@@ -41,7 +41,6 @@ def test_keys_order_as_scores_do_and_signed_zeros_are_equal(scores: list[float])
         assert ((keys[a] == keys) == (values[a] == values)).all()
 
 
-@settings(max_examples=40, deadline=None)
 def test_a_cut_beyond_the_documents_says_how_many_there_are() -> None:
     with pytest.raises(ValueError, match="a cut after 3 needs as many documents; there are 2"):
         cut(lambda: [(descending(np.array([1.0, 2.0])), tie_hash(["a", "b"]))], 3)

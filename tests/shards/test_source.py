@@ -1,5 +1,6 @@
 """Layouts, listings and unreadable shards."""
 
+import io
 import uuid
 from pathlib import Path
 
@@ -165,3 +166,82 @@ def test_some_row_groups_only(tmp_path: Path) -> None:
     source = Source(str(tmp_path))
     rows = [t for b in source.batches(only(source), ["text"], 10, [0, 2]) for t in b["text"].to_pylist()]
     assert rows == ["0", "1", "4", "5"]
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    real = put(tmp_path / "elsewhere" / "blob.parquet")
+    put(tmp_path / "source" / "S" / "a.parquet")
+    (tmp_path / "source" / "S" / "b.parquet").symlink_to(real)
+    (tmp_path / "source" / "T").symlink_to(tmp_path / "source" / "S", target_is_directory=True)
+    source = Source(str(tmp_path / "source"))
+    assert source.snapshots() == ["S", "T"]
+    assert [(shard.name, shard.size) for shard in source.shards("T")] == [
+        (name, real.stat().st_size) for name in ("a", "b")
+    ]
+
+
+def test_a_snapshot_without_shards_is_left_out_of_those_that_are_filled(tmp_path: Path) -> None:
+    put(tmp_path / "S" / "a.parquet")
+    (tmp_path / "T").mkdir()
+    assert Source(str(tmp_path)).filled() == ["S"]
+    (tmp_path / "S" / "a.parquet").unlink()
+    with pytest.raises(SourceError, match=r"none of its snapshots has \.parquet shards"):
+        Source(str(tmp_path)).filled()
+
+
+def test_the_name_of_a_side_file_is_refused(tmp_path: Path) -> None:
+    put(tmp_path / "S" / "quarantined_shards.parquet")
+    with pytest.raises(SourceError, match=r"quarantined_shards\.parquet: a shard cannot be called"):
+        Source(str(tmp_path)).shards("S")
+
+
+class _Hiccup(io.BytesIO):
+    """A file whose connection breaks after its footer has been read."""
+
+    def __init__(self, raw: bytes, error: OSError) -> None:
+        super().__init__(raw)
+        self.error = error
+        self.broken = False
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.broken:
+            raise self.error
+        return super().read(size)
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), OSError(24, "too many files"), TimeoutError()])
+def test_an_error_of_the_network_is_no_verdict_on_a_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    texts = [f"{k} " * 1000 for k in range(2000)]
+    path = put(tmp_path / "S" / "a.parquet", pa.table({"text": texts}), compression=None, row_group_size=100)
+    source = Source(str(tmp_path))
+    shard = only(source)
+    opened: list[_Hiccup] = []
+
+    def connect(*args: object, **kwargs: object) -> _Hiccup:
+        opened.append(_Hiccup(path.read_bytes(), error))
+        opened[-1].broken = broken_at_once
+        return opened[-1]
+
+    monkeypatch.setattr(source.fs, "open", connect)
+    broken_at_once = True
+    with pytest.raises(type(error)):
+        source.footer(shard)
+    broken_at_once = False
+    batches = source.batches(shard, None, 10)
+    next(batches)
+    opened[-1].broken = True
+    with pytest.raises(type(error)):
+        list(batches)
+
+
+def test_a_change_that_leaves_all_sizes_shows_in_content_and_footer(tmp_path: Path) -> None:
+    options = {"compression": None, "use_dictionary": False}
+    path = put(tmp_path / "S" / "a.parquet", pa.table({"text": ["abc", "xyz"]}), **options)
+    source = Source(str(tmp_path))
+    before = source.footer(only(source)).digest, source.content(only(source))
+    put(path, pa.table({"text": ["abd", "xyw"]}), **options)
+    after = source.footer(only(source)).digest, source.content(only(source))
+    assert before[0] != after[0]
+    assert before[1] != after[1]

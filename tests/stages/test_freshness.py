@@ -18,7 +18,7 @@ def test_nothing_where_all_is_fitted_under_these_settings(project: Project) -> N
 
 
 def test_settings_that_no_global_asset_reads_leave_it_fitted(project: Project) -> None:
-    assert why(project.with_settings(**{"select.lambda": 0.3, "source.url": "/elsewhere"})) == {}
+    assert why(project.with_settings(**{"select.lambda": 0.3, "prune.threshold": "frozen"})) == {}
 
 
 def test_other_settings_and_what_rests_on_them(project: Project) -> None:

@@ -90,7 +90,7 @@ def test_splits_share_the_budget_by_largest_remainder_and_their_union_is_valued_
     certificate = facts["certificate"]
     assert certificate["gap"] == certificate["upper_bound"] - facts["value"] >= 0
     folder = outcome.published.folder / "splits"
-    splits = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    splits = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
     weighted = sum(s["kept"] * s["certificate"]["gap"] for s in splits) / 7
     assert facts["split_gaps_weighted"] == pytest.approx(weighted, abs=1e-12)
     assert weighted >= 0
@@ -148,7 +148,7 @@ def test_a_budget_above_the_documents_names_both(made: Project) -> None:
         masks(made, budget="66")
 
 
-@pytest.mark.parametrize("budget", ["37", "65", "100%"])
+@pytest.mark.parametrize("budget", ["37", "65"])
 def test_a_budget_above_the_survivors_is_an_error_per_snapshot(made: Project, budget: str) -> None:
     with pytest.raises(SettingsError, match=r"of the 65 documents of .*, but pruning and embedding left 36; lower sel"):
         masks(made, budget=budget)
@@ -211,7 +211,11 @@ def publish_vectors(project: Project, change: dict[str, str]) -> None:
     """e5_embeddings again, the vectors of the ids in `change` null for the reason given."""
     embedded = project.store.current("e5_embeddings", SNAPSHOT)
     with project.store.generation(
-        "e5_embeddings", SNAPSHOT, code_version="changed", settings=embedded.settings, inputs=embedded.inputs
+        "e5_embeddings",
+        SNAPSHOT,
+        code_version=embedded.code_version,
+        settings=embedded.settings,
+        inputs={**embedded.inputs, "vectors": "changed by a test"},
     ) as generation:
         records = []
         for shard in embedded.shards:

@@ -84,7 +84,7 @@ def clean(
     assert events is not None
     assert events > 100
     files = tree(root)
-    assert sum("/splits/" in name for name in files) == 8
+    assert sum("/splits/" in name for name in files) == 9  # a plan, four results and their facts
     assert not [name for name in files if name.endswith(".tmp") or "/.work/" in name]
     return files, events
 
