@@ -1,6 +1,10 @@
 """Planning and running without the UI: the limit's cut, the dry run's counts, runs in order."""
 
+import os
+import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask import running
-from dagster_datamask.settings import SettingsError
+from dagster_datamask.definitions import build_definitions
+from dagster_datamask.settings import SettingsError, load_settings
 from dagster_datamask.shards.source import Source, SourceError
 from tests.conftest import SNAPSHOTS
 from tests.project import Project, settings_for, write_shard
@@ -151,3 +156,76 @@ class TestMaterialise:
         assert [(run.name, run.success) for run in runs] == [("fit_global", False)]
         assert str(broken) in (runs[0].failure or "")
         assert not instance.get_dynamic_partitions("cc_snapshot")
+
+
+class TestDeadSlots:
+    """A killed `datamask run` must not make the next one wait for ever."""
+
+    @pytest.fixture
+    def disk(self, tmp_path: Path) -> Iterator[dg.DagsterInstance]:
+        with dg.DagsterInstance.local_temp(str(tmp_path)) as instance:
+            instance.event_log_storage.set_concurrency_slots("gpu", 1)
+            yield instance
+
+    def claim(self, instance: dg.DagsterInstance, run_id: str) -> None:
+        assert instance.event_log_storage.claim_concurrency_slot("gpu", run_id, "e5_embeddings").is_claimed
+
+    def free(self, instance: dg.DagsterInstance) -> bool:
+        return not instance.event_log_storage.get_concurrency_info("gpu").claimed_slots
+
+    def started(self, instance: dg.DagsterInstance, process: str) -> str:
+        run = instance.create_run_for_job(
+            build_definitions(load_settings(os.devnull, env={})).resolve_job_def("fit_global"),
+            tags={"datamask/process": process},
+        )
+        return run.run_id
+
+    def test_of_a_run_nobody_knows(self, disk: dg.DagsterInstance) -> None:
+        self.claim(disk, "0123")
+        told: list[str] = []
+        running.free_dead_slots(disk, told.append)
+        assert self.free(disk)
+        assert told == ["freed the slot of pool gpu that the dead run 0123 held"]
+
+    def test_of_a_run_whose_process_is_gone(self, disk: dg.DagsterInstance) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        run_id = self.started(disk, f"{platform.node()}:{gone.pid}")
+        self.claim(disk, run_id)
+        running.free_dead_slots(disk, lambda text: None)
+        assert self.free(disk)
+        run = disk.get_run_by_id(run_id)
+        assert run is not None
+        assert run.is_failure
+
+    @pytest.mark.parametrize("process", [f"{platform.node()}:{os.getpid()}", "another-machine:1", ""])
+    def test_of_a_run_that_may_live_is_left_and_told(self, disk: dg.DagsterInstance, process: str) -> None:
+        run_id = self.started(disk, process)
+        self.claim(disk, run_id)
+        told: list[str] = []
+        running.free_dead_slots(disk, told.append)
+        assert not self.free(disk)
+        assert told == [f"pool gpu is held by run {run_id}, which has not ended; waiting for its slot"]
+
+
+def test_folders_left_out_are_told(project: Project, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(project.settings.source.url, source)
+    (source / "data" / "CC MAIN").mkdir()
+    (source / "data" / "ZZ-empty").mkdir()
+    warned: list[str] = []
+    assert running.chosen_snapshots(Source(str(source)), [], warned.append) == list(SNAPSHOTS)
+    assert warned == [
+        "folder 'CC MAIN' cannot be a snapshot: use letters, digits, '.', '_' and '-' only",
+        "snapshot ZZ-empty is left out: it has no .parquet shards",
+    ]
+
+
+def test_a_limited_run_does_not_take_the_place_of_a_full_one(project: Project) -> None:
+    project.stage("raw_shards", SNAPSHOTS[0])
+    limited = project.settings.replace({"source.hash_below": 0.5})
+    with pytest.raises(SettingsError, match=rf"--limit would replace .* of {SNAPSHOTS[0]} .*another --root"):
+        running.refuse_narrowing(project.store, limited, SNAPSHOTS)
+    running.refuse_narrowing(project.store, limited, SNAPSHOTS[1:])
+    project.with_settings(**{"source.hash_below": 0.5}).stage("raw_shards", SNAPSHOTS[1])
+    running.refuse_narrowing(project.store, project.settings, SNAPSHOTS)
