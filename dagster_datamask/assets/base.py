@@ -70,8 +70,9 @@ _COLUMN_DESCRIPTIONS = {
     "quality": "combined quality, 0..15",
     "cluster": "nearest frozen centroid",
     "split": "part of the snapshot that was solved together",
+    "score": "what the stage computes; in masks and manifest the solver's score",
     "selected": "in the mask",
-    "rank": "0 is selected first",
+    "rank": "1 is the best score",
     "kept_id": "near-duplicate that was kept instead",
     "token_count": "tokens, as the source counts them",
     "mask_score": "the solver's score of the document",
@@ -90,21 +91,9 @@ class StageAsset:
         stage, compute = self.stage, self.compute
         partitions = cc_snapshot if stage.partitioned else None
 
-        @dg.asset(
-            name=stage.name,
-            description=stage.about,
-            group_name=stage.group,
-            deps=list(stage.inputs),
-            partitions_def=partitions,
-            code_version=code_version(stage, settings),
-            owners=["team:datamask"],
-            kinds={"torch"} if stage.on_accelerator else {"parquet"},
-            pool="gpu" if stage.on_accelerator else None,
-            check_specs=_check_specs(stage),
-        )
         def asset(
             context: dg.AssetExecutionContext,
-            config: config_class(stage, settings),  # type: ignore[valid-type]
+            config: dg.Config,
             storage: StorageResource,
             accelerator: AcceleratorResource,
             models: ModelsResource,
@@ -120,7 +109,20 @@ class StageAsset:
             experiment = used.subset(stage.reads) != settings.subset(stage.reads)
             yield from _results(stage, run, outcome, experiment, time.monotonic() - started)
 
-        return asset
+        # Dagster reads the config's fields from the annotation, and they are this stage's settings
+        asset.__annotations__["config"] = config_class(stage, settings)
+        return dg.asset(
+            name=stage.name,
+            description=stage.about,
+            group_name=stage.group,
+            deps=list(stage.inputs),
+            partitions_def=partitions,
+            code_version=code_version(stage, settings),
+            owners=["team:datamask"],
+            kinds={"torch"} if stage.on_accelerator else {"parquet"},
+            pool="gpu" if stage.on_accelerator else None,
+            check_specs=_check_specs(stage),
+        )(asset)
 
 
 def code_version(stage: Stage, settings: Settings) -> str:

@@ -36,6 +36,8 @@ from dagster_datamask.stages.scores import SIDE_ROWS
 _RESULT = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *MASKS])
 _POINTS_IN_FIGURE = 200
 _NO_GAIN = 1e-9
+# what a person looks for comes first
+_FIRST = ("value", "certificate", "quality_raw", "diversity", "kept", "budget", "n", "pool")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def datamask_masks(run: Run, snapshot: str) -> Outcome:
         if not summary.exists():
             each = [json.loads(path.read_text("utf-8")) for _, path in solved]
             write_json(summary, _facts(select, pool, budget, constants, each))
-        facts = json.loads(summary.read_text("utf-8"))
+        stored = json.loads(summary.read_text("utf-8"))
+        facts = {name: stored[name] for name in _FIRST} | stored
         kept = sum(record.counts.get("kept", 0) for record in records)
         exact = Check(
             "budget_met_exactly", kept == budget.met, True, {"asked": budget.asked, "kept": kept, "pool": budget.pool}
