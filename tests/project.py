@@ -14,7 +14,7 @@ from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import calibration, classifiers, embeddings, ingest, manifest, masks, scores
-from dagster_datamask.stages.base import Outcome, Run
+from dagster_datamask.stages.base import STAGES, Outcome, Run
 
 PROSE = (
     "the river carries cold water from the mountain to the valley because snow melts in spring",
@@ -151,18 +151,6 @@ class Project:
         return steps[name]()
 
 
-SNAPSHOT_STAGES = (
-    "raw_shards",
-    "dclm_scores",
-    "edu_scores",
-    "wiki_scores",
-    "quality_scores",
-    "pruned_documents",
-    "e5_embeddings",
-    "kmeans_clusters",
-    "datamask_masks",
-    "fineweb_mask_manifest",
-    "fineweb_mask",
-)
+SNAPSHOT_STAGES = tuple(name for name, stage in STAGES.items() if stage.partitioned)
 
 __all__ = ["SNAPSHOT_STAGES", "Project", "settings_for", "text_of", "write_labels", "write_shard"]

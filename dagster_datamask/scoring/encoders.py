@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..accelerator import Accelerator
-from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, Tokens, positions, run_finite, tokenise
-from .models import ResolvedModel, resolve_model
-from .text import NO_TOKENS, NON_FINITE, ZERO_VECTOR, screen
+from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.scoring.batching import (
+    CPU_BATCH_TOKENS,
+    CUDA_BATCH_TOKENS,
+    Tokens,
+    positions,
+    run_finite,
+    tokenise,
+)
+from dagster_datamask.scoring.models import ResolvedModel, resolve_model
+from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, ZERO_VECTOR, screen
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -14,9 +14,9 @@ from typing import Any
 import fasttext
 import numpy as np
 
-from .base import ScoredBatch
-from .models import content_revision
-from .text import NO_TOKENS, NON_FINITE, NORMALISERS, screen
+from dagster_datamask.scoring.base import ScoredBatch
+from dagster_datamask.scoring.models import content_revision
+from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, NORMALISERS, screen
 
 # the bytes at which fastText's own reader splits a line into words
 _TOKEN = re.compile("[^ \n\r\t\v\f\0]+")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import fsspec
 
-from ..keyed import digest
+from dagster_datamask.keyed import digest
 
 PACKAGE_PREFIX = "package:"
 # seconds for the hub's first answer: a run must not hang on a machine without network

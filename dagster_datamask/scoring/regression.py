@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..accelerator import Accelerator
-from ..keyed import digest
-from .base import ScoredBatch
-from .batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, positions, run_finite, tokenise
-from .encoders import Encoder
-from .models import content_revision, licence_of
-from .text import NO_TOKENS, NON_FINITE, screen
+from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.keyed import digest
+from dagster_datamask.scoring.base import ScoredBatch
+from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, positions, run_finite, tokenise
+from dagster_datamask.scoring.encoders import Encoder
+from dagster_datamask.scoring.models import content_revision, licence_of
+from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, screen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..keyed import hash64
-from .fasttext_scorer import LABEL_PREFIX, FastTextScorer
-from .regression import SCALE_MAX, Head
-from .text import decode_column, join_lines, screen
+from dagster_datamask.keyed import hash64
+from dagster_datamask.scoring.fasttext_scorer import LABEL_PREFIX, FastTextScorer
+from dagster_datamask.scoring.regression import SCALE_MAX, Head
+from dagster_datamask.scoring.text import decode_column, join_lines, screen
 
 Label = bool | int | float | str
 
