@@ -11,6 +11,7 @@ from dagster_datamask.jobs import JOBS
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
+from dagster_datamask.resources.pools import wait_without_spinning
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_shards import build_new_shards
 from dagster_datamask.settings import Settings, load_settings
@@ -51,4 +52,5 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
     )
 
 
+wait_without_spinning()
 defs = build_definitions(load_settings())
