@@ -1,8 +1,8 @@
 """Waiting for a pool slot without burning a core.
 
 Dagster 1.13.27 sleeps for the least of zero and the times until a blocked step may ask again, so never: a run whose
-step waits for the pool `gpu` spins, on the core that the running stage needs. The pin in pyproject.toml keeps the method
-what it is that is replaced here; a test fails where the replacement is no longer reached.
+step waits for the pool `gpu` spins, on the core that the running stage needs. The pin in pyproject.toml keeps that
+method what it is; a test fails where the replacement is no longer reached.
 """
 
 import time
