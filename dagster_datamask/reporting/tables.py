@@ -15,7 +15,7 @@ from rich.table import Table
 _SUMMARY = (
     ("snapshot", "snapshot", "text"),
     ("readable", "rows", "large"),
-    ("unscored", "unscored", "large"),
+    ("unscored", "un-\nscored", "large"),
     ("pruned", "pruned", "large"),
     ("kept", "kept", "kept"),
     ("value", "value", "value"),
@@ -77,7 +77,7 @@ def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by 
     summed: they are not of one problem. A row takes about 80 columns; a narrower terminal folds cells, cutting none.
     """
     columns = [column for column in _SUMMARY if column[0] != "unscored" or any(row.get("unscored") for row in rows)]
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
     for key, heading, _ in columns:
         name = key == "snapshot"
         table.add_column(heading, justify="left" if name else "right", no_wrap=name, overflow="fold", vertical="bottom")
@@ -103,7 +103,7 @@ def _summary_cell(row: Mapping[str, Any], key: str, how: str) -> str:
     if how == "gap":
         return f"{value:.1e}"
     if how == "share":
-        return f"{100 * value:.2f} %"
+        return f"{100 * value:.2f}%"
     return human(value)
 
 

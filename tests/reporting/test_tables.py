@@ -109,7 +109,7 @@ ROW = {
 
 def test_summary_of_one_snapshot() -> None:
     text = _printed([ROW])
-    for part in ("CC-MAIN-2024-18", "1M", "450k", " 100,000 ", "-0.005830", "4.6e-06", "99.91 %", "712.3M"):
+    for part in ("CC-MAIN-2024-18", "1M", "450k", " 100,000 ", "-0.005830", "4.6e-06", "99.91%", "712.3M"):
         assert part in text
     assert " all " not in text
     assert " of 100,000" not in text
@@ -120,9 +120,9 @@ def test_a_budget_that_was_not_met_stands_beside_what_was_kept() -> None:
 
 
 def test_unscored_documents_show_where_there_are_any() -> None:
-    assert "unscored" in _printed([ROW])
-    assert "unscored" not in _printed([{**ROW, "unscored": 0}])
-    assert "unscored" in _printed([{**ROW, "unscored": 0}, ROW])
+    assert "scored" in _printed([ROW])
+    assert "scored" not in _printed([{**ROW, "unscored": 0}])
+    assert "scored" in _printed([{**ROW, "unscored": 0}, ROW])
 
 
 def test_summary_adds_counts_and_nothing_else() -> None:
@@ -146,7 +146,7 @@ def test_eighty_columns_hold_a_row_on_one_line() -> None:
     assert all(len(line) <= 80 for line in lines)
     for snapshot in ("CC-MAIN-2024-18", "CC-MAIN-2024-22"):
         (line,) = (line for line in lines if snapshot in line)
-        for part in ("1M", "450k", "100,000", "-0.005830", "4.6e-06", "99.91 %", "712.3M"):
+        for part in ("1M", "450k", "100,000", "-0.005830", "4.6e-06", "99.91%", "712.3M"):
             assert part in line
 
 
@@ -155,3 +155,12 @@ def test_a_narrow_terminal_cuts_nothing_off() -> None:
     assert "…" not in narrow
     assert "CC-MAIN-2024-18" in narrow
     assert sorted("".join(wide.split()).replace("─", "")) == sorted("".join(narrow.split()).replace("─", ""))
+
+
+def test_eighty_columns_hold_a_row_on_one_line() -> None:
+    rows = [{**ROW, "kept": ROW["budget"]}, {**ROW, "snapshot": "CC-MAIN-2024-22"}]
+    lines = _printed(rows, width=80).splitlines()
+    for snapshot in ("CC-MAIN-2024-18", "CC-MAIN-2024-22"):
+        (line,) = [line for line in lines if snapshot in line]
+        for part in ("1M", "12", "450k", "100,000", "-0.005830", "4.6e-06", "99.91%", "712.3M"):
+            assert part in line
