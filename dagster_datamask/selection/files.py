@@ -104,7 +104,7 @@ def write_mask(out: Path, ids: list[str], selection: Selection) -> None:
             "score": selection.scores,
             "rank": selection.rank,
             "split": np.zeros(n, np.int32),
-            "reason": pa.array([None if chosen else "not_selected" for chosen in selected.tolist()], pa.string()),
+            "reason": pa.nulls(n, pa.string()),
             "kept_id": pa.nulls(n, pa.string()),
             "similarity": pa.nulls(n, pa.float64()),
         },
