@@ -5,7 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 E2E_STAMP := $(VENV)/.installed-e2e
 SOURCE ?= docs
-export DAGSTER_HOME ?= $(CURDIR)/.dagster_home
+HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
+# the history of runs belongs to the user's targets; tests make their own
+demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
 .PHONY: help demo dev test test-slow lint bench e2e clean
@@ -28,14 +30,14 @@ $(E2E_STAMP): $(STAMP)
 	  || { echo "installing Chromium for the browser tests"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
 	@touch $@
 
-$(DAGSTER_HOME)/dagster.yaml: dagster_datamask/dagster.yaml
-	@mkdir -p $(DAGSTER_HOME)
+$(HOME_OF_RUNS)/dagster.yaml: dagster_datamask/dagster.yaml
+	@mkdir -p $(HOME_OF_RUNS)
 	@cp $< $@
 
-demo: $(STAMP) $(DAGSTER_HOME)/dagster.yaml
+demo: $(STAMP) $(HOME_OF_RUNS)/dagster.yaml
 	$(BIN)/datamask demo --source $(SOURCE)
 
-dev: $(STAMP) $(DAGSTER_HOME)/dagster.yaml
+dev: $(STAMP) $(HOME_OF_RUNS)/dagster.yaml
 	@grep -q '^url *= *"\.demo/source"' datamask.toml && $(BIN)/datamask demo --export-only || true
 	$(BIN)/dagster dev -w workspace.yaml
 

@@ -1,11 +1,16 @@
 """Fixtures of the whole suite: one small project, its global assets fitted once per session."""
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.project import Project, settings_for, write_labels, write_shard
+
+# what the user's shell says must not reach the tests, nor the tests the user's history of runs
+for _name in ("DAGSTER_HOME", "DATAMASK_CONFIG", "DATAMASK_SOURCE", "DATAMASK_ROOT"):
+    os.environ.pop(_name, None)
 
 SNAPSHOTS = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")
 
