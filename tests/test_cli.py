@@ -203,6 +203,12 @@ class TestRefused:
         assert "models.dclm" in line and "nobody/no-model" in line
         assert files(Path(settings.storage.root)) == before
 
+    def test_an_unreachable_hub_model_on_an_empty_root(self, datamask: Run, tmp_path: Path) -> None:
+        root = tmp_path / "new root"
+        line = one_line(datamask("run", "--root", str(root), "--set", "models.encoder=nobody/no-model"))
+        assert "models.encoder" in line and "nobody/no-model" in line
+        assert not root.exists()
+
     def test_a_changed_model_is_fitted_before_any_snapshot(self, datamask: Run, tmp_path: Path, labels: Path) -> None:
         """A failing fit shows the order: no snapshot runs on the classifiers of before."""
         (tmp_path / "labels.parquet").write_bytes(b"no labels")

@@ -19,6 +19,8 @@ def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]
     """
     why: dict[str, str] = {}
     here = source.snapshots()
+    # resolved even where nothing is published yet: a model that cannot be had is better known before any run
+    models = {name: _models(name, settings) for name, stage in STAGES.items() if not stage.partitioned}
     for name, stage in STAGES.items():
         if stage.partitioned:
             continue
@@ -35,7 +37,7 @@ def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]
             why[name] = f"rests on {', '.join(a for a in stage.inputs if a in why)}"
         elif any(store.current(a).fingerprint != published.inputs.get(a) for a in stage.inputs):
             why[name] = "fitted on another generation of its inputs"
-        elif any(published.inputs.get(model) != revision for model, revision in _models(name, settings).items()):
+        elif any(published.inputs.get(model) != revision for model, revision in models[name].items()):
             why[name] = "fitted with other models or labels"
     return why
 
