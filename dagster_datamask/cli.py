@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dagster_datamask.accelerator import AcceleratorUnavailable, resolve
+from dagster_datamask.accelerator import resolve
 from dagster_datamask.settings import Settings, SettingsError, load_settings
 
 app = typer.Typer(
@@ -48,14 +48,11 @@ def main() -> None:
 def _one_line_errors() -> Iterator[None]:
     """Turn errors of input into one line on stderr and exit code 2."""
     from dagster_datamask.demo.layout import ExportError
-    from dagster_datamask.scoring.models import ModelUnavailable
-    from dagster_datamask.shards.generations import NotPublished
-    from dagster_datamask.shards.schemas import InconsistentFiles
+    from dagster_datamask.stages.base import PERMANENT
 
-    wrong = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable, ExportError)
     try:
         yield
-    except (*wrong, OSError) as error:
+    except (*PERMANENT, ExportError, OSError) as error:
         _err.print(f"datamask: {_in_one_line(error)}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(2) from error
 

@@ -15,7 +15,6 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dagster_datamask.accelerator import AcceleratorUnavailable
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.reporting.tables import png_markdown
@@ -23,18 +22,13 @@ from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.config import config_class, effective
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.storage import StorageResource
-from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import peak_memory_mb
-from dagster_datamask.shards.generations import NotPublished, Published
-from dagster_datamask.shards.schemas import InconsistentFiles
+from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage
+from dagster_datamask.stages.base import PERMANENT, STAGES, Outcome, Run, Stage
 
 Compute = Callable[[Run, Source, str], Outcome]
-
-# Errors that a second try cannot mend: their message is the whole story, so no retry and no traceback to wade through.
-PERMANENT = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
 
 # name, whether it blocks, what it says
 _CheckSpec = tuple[str, bool, str]

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -285,9 +285,7 @@ class Generation:
     def publish(self, records: list[ShardRecord], ext: str, facts: Mapping[str, Any]) -> Published:
         """Make this generation the current one. Every shard must have its record."""
         shutil.rmtree(self.folder / _WORK, ignore_errors=True)
-        counts: Counter[str] = Counter()
-        for record in records:
-            counts.update(record.counts)
+        counts = total_counts(records)
         # the temp file lies where the next holder of the lease clears it away, should this process be killed
         write_json(
             self.store.folder(self.asset, self.snapshot) / POINTER,
@@ -302,13 +300,21 @@ class Generation:
                 "shards": [record.shard for record in records],
                 "rows": sum(record.rows for record in records),
                 "rows_in": sum(record.rows_in for record in records),
-                "counts": dict(sorted(counts.items())),
+                "counts": counts,
                 "facts": dict(facts),
                 "content": digest(*(r.sha256 for r in records), size=16).hex(),
             },
             scratch=self.folder,
         )
         return self.store.current(self.asset, self.snapshot)
+
+
+def total_counts(records: Iterable[ShardRecord]) -> dict[str, int]:
+    """Rows by reason over all records, reasons sorted."""
+    counts: Counter[str] = Counter()
+    for record in records:
+        counts.update(record.counts)
+    return dict(sorted(counts.items()))
 
 
 def _read_record(path: Path) -> ShardRecord:

@@ -92,12 +92,18 @@ def quality_classifiers(run: Run) -> Outcome:
         )
 
 
+def made_by(fact: Mapping[str, Any]) -> str:
+    """Where a published classifier's model comes from, for people."""
+    if fact["demo_model"]:
+        return "demo model"
+    return "trained here" if fact["trained"] else "published"
+
+
 def _held_out_figure(part: str, fact: Mapping[str, Any]) -> bytes:
     report = fact["report"]
-    model = "demo model" if fact["demo_model"] else "trained here"
     auc = "" if report["auc"] is None else f", AUC {report['auc']:.3f}"
     return calibration_figure(
-        report["calibration"], report["confusion"], title=f"{part} ({model}) on held-out rows{auc}"
+        report["calibration"], report["confusion"], title=f"{part} ({made_by(fact)}) on held-out rows{auc}"
     )
 
 

@@ -18,7 +18,7 @@ from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
-from dagster_datamask.shards.generations import Published
+from dagster_datamask.shards.generations import Published, total_counts
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
@@ -80,9 +80,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             total_rows=raw.rows,
             progress=run.progress(stage, snapshot),
         )
-        counts: Counter[str] = Counter()
-        for record in records:
-            counts.update(record.counts)
+        counts = Counter(total_counts(records))
         facts = {
             **{decision: counts[decision] for decision in DECISIONS},
             "tokens_kept": _tokens_kept(generation.folder, raw),

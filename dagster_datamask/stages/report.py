@@ -6,6 +6,7 @@ from dagster_datamask.reporting.figures import quality_histogram
 from dagster_datamask.reporting.html import Section
 from dagster_datamask.reporting.tables import markdown_table
 from dagster_datamask.shards.generations import Store
+from dagster_datamask.stages.classifiers import made_by
 from dagster_datamask.stages.manifest import mask_figure
 from dagster_datamask.stages.masks import mask_figures
 
@@ -42,7 +43,7 @@ def sections(store: Store, snapshots: Sequence[str]) -> list[Section]:
     models = [
         {
             "classifier": part,
-            "model": "demo model" if fact["demo_model"] else "trained here" if fact["trained"] else "published",
+            "model": made_by(fact),
             "held-out AUC": fact.get("report", {}).get("auc"),
         }
         for part, fact in classifiers.items()

@@ -18,11 +18,12 @@ from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.generations import total_counts
 from dagster_datamask.shards.order import Cut, cut, descending, tie_hash
 from dagster_datamask.shards.schemas import PRUNED, SCORES
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
-from dagster_datamask.stages.classifiers import open_scorer, scorer_identity
+from dagster_datamask.stages.classifiers import made_by, open_scorer, scorer_identity
 
 # side files hold ids and numbers, so far more rows than of text fit one batch
 SIDE_ROWS = 65_536
@@ -64,7 +65,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
                 "mean": total / scored if scored else None,
                 "model_ref": fact["ref"],
                 "model_revision": fact["revision"],
-                "model": "demo model" if fact["demo_model"] else "trained here" if fact["trained"] else "published",
+                "model": made_by(fact),
             },
             expected_rows=raw.rows,
         )
@@ -185,9 +186,7 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
             total_rows=raw.rows,
             progress=run.progress(stage, snapshot),
         )
-        counts = Counter[str]()
-        for record in records:
-            counts.update(record.counts)
+        counts = Counter(total_counts(records))
         lowest = min(
             (low for shard in raw.shards for low in _lowest_survivors(generation.folder / f"{shard}.parquet")),
             default=None,
