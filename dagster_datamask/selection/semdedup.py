@@ -37,7 +37,7 @@ class SemDeDupOptions:
     documents of a cluster farthest from the centroid first and so keeps them, "easy" the nearest first."""
 
     clusters: int | None = None
-    iterations: int = 20
+    iterations: int = 10
     keep: Literal["hard", "easy"] = "hard"
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ def _cluster(z: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.ndar
         max_points_per_centroid=_FITTED,
     )
     model.train(z)
-    centroids = model.centroids
+    centroids = np.asarray(model.centroids, np.float32)
 
     def nearest(a: int, b: int) -> None:
         cosines = z[a:b] @ centroids.T
