@@ -304,6 +304,120 @@ def _show_facts(facts: dict[str, Any]) -> None:
 
 
 @app.command()
+def sweep(
+    documents: Annotated[Path, typer.Argument(help="Parquet or Arrow file: id, score, embedding.")],
+    lam: Annotated[
+        str, typer.Option("--lambda", help="0,0.1,0.5 | 0:1:0.05 | 0,0.05,…,1: the weights of quality.")
+    ] = "0:1:0.05",
+    budget: Annotated[str, typer.Option(help="'10%' of the documents, or a number of them.")] = "10%",
+    solver: Annotated[str, typer.Option(help="certified | policy_gradient")] = "certified",
+    scale: Annotated[str, typer.Option(help="Scale of quality: per_pool | zscore | raw")] = "per_pool",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder, or .csv, .parquet or .png (table and figure), or .html (both in one).")
+    ] = None,
+    columns: Annotated[str, typer.Option(help="Other names: id=doc_id,score=quality,embedding=vector")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
+    device: Annotated[str, typer.Option(help="auto | cpu | cuda:i")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """The certified front of quality against diversity: a mask for each lambda, and what no mask can reach."""
+    from dagster_datamask.selection.sweep import parse_lambdas, sweep_file
+
+    with _one_line_errors():
+        written = [] if out is None else _sweep_files(out)
+        with _progress(f"{solver}") as progress:
+            result = sweep_file(
+                documents,
+                parse_lambdas(lam),
+                budget=budget,
+                scale=scale,
+                solver=solver,
+                seed=seed,
+                columns=dict(_pair(item) for item in columns.split(",") if item),
+                accelerator=resolve(device),
+                progress=progress,
+            )
+        for path in written:
+            _write_sweep(path, result)
+        result["out"] = [str(path) for path in written]
+    _print(result, as_json, lambda: _show_sweep(result))
+
+
+def _sweep_files(out: Path) -> list[Path]:
+    """The files that `--out` asks for."""
+    beside = {".csv": ".png", ".parquet": ".png", ".png": ".csv", ".html": None}
+    if out.suffix in beside:
+        other = beside[out.suffix]
+        return [out] if other is None else [out, out.with_suffix(other)]
+    if out.suffix and not out.is_dir():
+        raise SettingsError(f"--out {out}: name a folder or a file that ends in {', '.join(beside)}")
+    return [out / "sweep.csv", out / "sweep.png"]
+
+
+def _write_sweep(path: Path, result: dict[str, Any]) -> None:
+    import polars as pl
+
+    from dagster_datamask.reporting.figures import front_figure
+    from dagster_datamask.reporting.html import self_contained_page
+    from dagster_datamask.reporting.tables import markdown_table
+    from dagster_datamask.shards.writer import atomic
+
+    rows = result["rows"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temp:
+        if path.suffix == ".csv":
+            pl.DataFrame(rows).write_csv(temp)
+        elif path.suffix == ".parquet":
+            pl.DataFrame(rows).write_parquet(temp)
+        elif path.suffix == ".png":
+            temp.write_bytes(front_figure(rows, result["uniform"]))
+        else:
+            what = f"{result['budget']:,} of {result['n']:,} documents; scale {result['scale']}, {result['solver']}"
+            section = ("Front", f"{what}\n\n{markdown_table(rows, list(rows[0]))}")
+            png = front_figure(rows, result["uniform"])
+            temp.write_text(self_contained_page("Quality against diversity", [(*section, png)]), "utf-8")
+
+
+def _show_sweep(result: dict[str, Any]) -> None:
+    from dagster_datamask.reporting.tables import sweep_table
+
+    _out.print(sweep_table(result["rows"], f"{result['budget']:,} of {result['n']:,} documents, for each λ"))
+    if result["out"]:
+        _out.print(f"written: {', '.join(result['out'])}", soft_wrap=True, highlight=False)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="Mask file, generation, or a snapshot's folder of masks or manifests.")],
+    b: Annotated[Path, typer.Argument(help="What to compare it with.")],
+    out: Annotated[Path | None, typer.Option(help="Where every changed document goes (.parquet or .csv).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Which documents two selections decide differently, and why."""
+    from dagster_datamask.selection.diff import diff as compare
+
+    with _one_line_errors():
+        result = compare(a, b, out)
+    _print(result, as_json, lambda: _show_diff(result))
+
+
+def _show_diff(result: dict[str, Any]) -> None:
+    from dagster_datamask.reporting.tables import diff_table
+
+    nested = ("decisions", "causes", "changes", "out")
+    _show_facts({key: value for key, value in result.items() if key not in nested})
+    for cause in result["causes"] or ():
+        text = f"{cause['kind']} {cause['name']}: {cause['a']} in A, {cause['b']} in B"
+        _out.print(text, highlight=False, markup=False)
+    shown, changed = result["changes"], result["changed"]
+    if shown:
+        rest = "" if len(shown) == changed else f", the first {len(shown)}; --out FILE receives them all"
+        _out.print(diff_table(shown, f"{changed:,} documents decided differently{rest}"))
+    if result["out"]:
+        _out.print(f"written: {result['out']}", soft_wrap=True, highlight=False)
+
+
+@app.command()
 def doctor(config: Config = None, set_: Set = None, as_json: Json = False) -> None:
     """What is installed, which device, which models and which documents can be reached."""
     from dagster_datamask.doctor import examine

@@ -322,6 +322,101 @@ class TestSolve:
         assert "d0" in line if column == "id" else "d7" in line
 
 
+class TestSweep:
+    def test_a_row_for_each_lambda(self, datamask: Run, pool: Path) -> None:
+        result = datamask("sweep", pool, "--lambda", "0:1:0.25", "--budget", "5", "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        assert (told["n"], told["budget"], told["out"]) == (40, 5, [])
+        assert [row["lambda"] for row in told["rows"]] == [0, 0.25, 0.5, 0.75, 1]
+        alone = json.loads(datamask("solve", pool, "--lambda", "0.25", "--budget", "5", "--json").stdout)
+        for name in ("value", "quality", "quality_raw", "diversity", "upper_bound", "gap", "share"):
+            assert told["rows"][1][name] == alone[name]
+
+    @pytest.mark.parametrize(
+        ("out", "written"),
+        [
+            ("front", {"front/sweep.csv", "front/sweep.png"}),
+            ("front.csv", {"front.csv", "front.png"}),
+            ("front.parquet", {"front.parquet", "front.png"}),
+            ("front.png", {"front.png", "front.csv"}),
+            ("front.html", {"front.html"}),
+        ],
+    )
+    def test_table_and_figure_are_written(
+        self, datamask: Run, pool: Path, tmp_path: Path, out: str, written: set[str]
+    ) -> None:
+        folder = tmp_path / "out"
+        result = datamask("sweep", pool, "--lambda", "0,0.5,1", "--out", folder / out, "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        assert set(files(folder)) == written == {str(Path(path).relative_to(folder)) for path in told["out"]}
+        for path in map(Path, told["out"]):
+            if path.suffix == ".png":
+                assert path.read_bytes().startswith(b"\x89PNG")
+            elif path.suffix == ".html":
+                assert "data:image/png" in path.read_text() and "<table>" in path.read_text()
+            else:
+                table = pl.read_csv(path) if path.suffix == ".csv" else pl.read_parquet(path)
+                assert table["value"].to_list() == [row["value"] for row in told["rows"]]
+
+    def test_a_table_for_people(self, datamask: Run, pool: Path) -> None:
+        result = datamask("sweep", pool, "--lambda", "0,1", "--budget", "5")
+        assert result.exit_code == 0
+        assert "5 of 40 documents" in result.stdout and "diversity" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("args", "says"),
+        [
+            (("--lambda", "0.5"), "--lambda '0.5' is one λ; a sweep takes two or more"),
+            (("--lambda", "0,2"), "λ must lie in [0, 1], not 2"),
+            (("--budget", "41"), "41"),
+            (("--columns", "score=nothing"), "nothing"),
+            (("--out", "front.txt"), "--out front.txt: name a folder or a file that ends in"),
+        ],
+    )
+    def test_refused_in_one_line(self, datamask: Run, pool: Path, args: tuple[str, ...], says: str) -> None:
+        assert says in one_line(datamask("sweep", pool, *args))
+        assert not any(Path().iterdir())
+
+
+class TestDiff:
+    def test_two_masks(self, datamask: Run, pool: Path, tmp_path: Path) -> None:
+        for lam in ("0", "1"):
+            assert datamask("solve", pool, "--lambda", lam, "--out", tmp_path / f"{lam}.parquet").exit_code == 0
+        out = tmp_path / "changes.csv"
+        result = datamask("diff", tmp_path / "0.parquet", tmp_path / "1.parquet", "--out", out, "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        masks = [pl.read_parquet(tmp_path / f"{lam}.parquet").filter("selected")["id"].to_list() for lam in "01"]
+        assert told["kept_by_both"] == len(set(masks[0]) & set(masks[1]))
+        assert set(pl.read_csv(out)["doc_id"]) == set(masks[0]) ^ set(masks[1]) != set()
+        for_people = datamask("diff", tmp_path / "0.parquet", tmp_path / "1.parquet")
+        assert "jaccard" in for_people.stdout and told["changes"][0]["doc_id"] in for_people.stdout
+
+    def test_two_manifests_tell_the_setting_that_differs(self, datamask: Run, settings: Settings) -> None:
+        folder = Path(settings.storage.root) / "fineweb_mask_manifest" / SNAPSHOTS[0]
+        generations = []
+        for ratio in ("0.45", "0.8"):
+            done = datamask("run", "--snapshots", SNAPSHOTS[0], "--set", f"prune.ratio={ratio}")
+            assert done.exit_code == 0, done.stderr
+            generations.append(Store(Path(settings.storage.root)).current("fineweb_mask_manifest", SNAPSHOTS[0]).folder)
+        result = datamask("diff", generations[0], folder, "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        assert told["causes"][0] == {"kind": "settings", "name": "prune.ratio", "a": 0.45, "b": 0.8}
+        assert "fineweb_mask_manifest" not in {cause["name"] for cause in told["causes"]}
+        assert told["documents_a"] == told["documents_b"] == 65 and told["documents_only_in_a"] == 0
+        pruned = [row for row in told["changes"] if row["decision_b"] == "pruned"]
+        assert pruned and all(row["stage_b"] == "pruned_documents" for row in pruned)
+        assert "settings prune.ratio: 0.45 in A, 0.8 in B" in datamask("diff", generations[0], folder).stdout
+
+    def test_refused_in_one_line(self, datamask: Run, pool: Path, tmp_path: Path) -> None:
+        line = one_line(datamask("diff", pool, pool))
+        assert "pool.parquet: has no column 'selected' or 'decision'" in line
+        assert "no-such.parquet: No such file" in one_line(datamask("diff", "no-such.parquet", pool))
+
+
 class TestDoctor:
     def test_tells_what_can_be_reached(self, datamask: Run) -> None:
         result = datamask("doctor", "--json")
@@ -371,7 +466,7 @@ class TestGc:
 
 def test_no_arguments_show_the_commands(datamask: Run) -> None:
     result = datamask()
-    for command in ("run", "demo", "solve", "doctor", "gc"):
+    for command in ("run", "demo", "solve", "sweep", "diff", "doctor", "gc"):
         assert command in result.output
 
 

@@ -25,6 +25,7 @@ PAPER_TABLE_7 = (0.03, 0.09, 0.17, 0.24, 0.23, 0.14, 0.06, 0.03, 0.01, 0.002, 0.
 # Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes repeat the difference.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _BOUND = "#000000"
 _GREY = "#8C8C8C"
 _DPI = 100
@@ -296,6 +297,192 @@ def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> 
     axes.set_ylabel("documents")
     _legend_below(figure, axes)
     return _png(figure)
+
+
+def front_figure(
+    rows: Sequence[Mapping[str, Any]],
+    uniform: Mapping[str, float] | None = None,
+    title: str = "Quality against diversity: certified masks, and what no mask can reach",
+) -> bytes:
+    """The masks of a sweep over λ in the plane of quality and diversity, and the region proven to hold no mask.
+
+    rows: ascending in `lambda`, with `quality`, `diversity` and `upper_bound`, the proven bound of λ·quality +
+    (1−λ)·diversity; each bound is a line that no mask lies above. `uniform` is the (quality, diversity) expected of a
+    uniform mask. Rows without a quality (empty masks) are left out. Raises ValueError where a row lies in the shaded
+    region: its bound would be wrong.
+    """
+    figure, (axes,) = _figure(title)
+    rows = [row for row in rows if row["quality"] is not None]
+    if not rows:
+        return _nothing(figure, axes, "the masks are empty")
+    lambdas = np.array([row["lambda"] for row in rows])
+    quality, diversity, bounds = (
+        np.array([float(row[key]) for row in rows]) for key in ("quality", "diversity", "upper_bound")
+    )
+    above = lambdas[:, None] * quality + (1 - lambdas[:, None]) * diversity > bounds[:, None]
+    if above.any():
+        k, i = np.argwhere(above)[0]
+        raise ValueError(f"the mask of λ = {lambdas[i]:g} lies above the bound of λ = {lambdas[k]:g}")
+    shown = [(quality, diversity), *([([uniform["quality"]], [uniform["diversity"]])] if uniform else [])]
+    # room above and to the right for what cannot be
+    (left, right), (low, high) = (_view(np.concatenate([part[k] for part in shown]), 0.14, 0.2) for k in (0, 1))
+    best = bounds[lambdas == 1]
+    # two points where the best quality ends, so that the ceiling falls straight down there
+    x = np.sort(np.concatenate([np.linspace(left, right, 1001), best, np.nextafter(best, np.inf)]))
+    ceiling = np.full(x.shape, np.inf)
+    for lam, bound in zip(lambdas.tolist(), bounds.tolist(), strict=True):
+        if lam < 1:
+            ceiling = np.minimum(ceiling, (bound - lam * x) / (1 - lam))
+        else:
+            ceiling[x > bound] = -np.inf
+    edge = np.clip(ceiling, 2 * low - high, high)
+    axes.fill_between(x, edge, high, facecolor="#EDEDED", edgecolor="#BDBDBD", hatch="////", lw=0)
+    axes.plot(x, edge, color=_BOUND, ls="--", lw=1.2, label="ceiling of all bounds: no mask is beyond it")
+    axes.plot(quality, diversity, color=_COLOURS[0], marker="o", markersize=4, lw=1.5, label="masks found, one per λ")
+    label: dict[str, Any] = {"xytext": (-6, -5), "textcoords": "offset points", "ha": "right", "va": "top"}
+    for i in _apart((quality - left) / (right - left), (diversity - low) / (high - low)):
+        axes.annotate(f"λ = {lambdas[i]:g}", (quality[i], diversity[i]), **label, fontsize=_SMALL)
+    if uniform is not None:
+        point = (uniform["quality"], uniform["diversity"])
+        axes.plot(*point, color=_COLOURS[1], marker="X", markersize=8, ls="none", label="uniform mask, expected")
+    axes.text(
+        0.985,
+        0.96,
+        "no mask can be here",
+        transform=axes.transAxes,
+        ha="right",
+        va="top",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
+    )
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+    axes.set_xlabel("quality (mean of the scaled scores)")
+    axes.set_ylabel("diversity (higher is better)")
+    _legend_below(figure, axes)
+    return _png(figure)
+
+
+def setting_figure(
+    name: str,
+    rows: Sequence[Mapping[str, float]],
+    cost: str,
+    upper_bound: float,
+    baseline: float,
+    title: str,
+) -> bytes:
+    """What a solver reaches at each value of one setting, and what that costs.
+
+    rows: `setting`, `value` (of the mask it ends with) and `cost`, ascending; `cost` says what is counted. Left: the
+    values, with the certified bound and the uniform mask; right: the costs. Both against the setting on a log axis.
+    """
+    figure, (left, right) = _figure(title, 2)
+    if not rows:
+        _say(right, "")
+        return _nothing(figure, left, "nothing was measured")
+    settings = [row["setting"] for row in rows]
+    left.plot(settings, [row["value"] for row in rows], color=_COLOURS[0], marker="o", lw=1.5, label="mask reached")
+    _bounded(left, [row["value"] for row in rows], upper_bound, baseline)
+    left.set_ylabel("objective (higher is better)")
+    right.plot(settings, [row["cost"] for row in rows], color=_COLOURS[1], marker="s", lw=1.5)
+    right.set_ylabel(cost)
+    right.set_ylim(0, 1.15 * max(row["cost"] for row in rows) or 1.0)
+    right.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
+    for panel in (left, right):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(settings, [f"{setting:g}" for setting in settings])
+        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.minorticks_off()
+        panel.set_xlabel(name)
+    _legend_below(figure, left)
+    return _png(figure)
+
+
+def metrics_figure(
+    runs: Mapping[str, Sequence[Point]],
+    best: Mapping[str, float],
+    title: str,
+) -> bytes:
+    """Quality (left) and diversity (right) of the masks of several runs against the step.
+
+    A point has `step`, `quality` and `diversity`. `best` holds the certified bound of each of the two alone: no mask
+    has a greater quality, and no mask a greater diversity.
+    """
+    figure, panels = _figure(title, 2)
+    if not any(runs.values()):
+        _say(panels[1], "")
+        return _nothing(figure, panels[0], "no optimisation step was recorded")
+    for panel, metric in zip(panels, ("quality", "diversity"), strict=True):
+        for i, (run, points) in enumerate(runs.items()):
+            panel.plot(
+                [point["step"] for point in points],
+                [point[metric] for point in points],
+                color=_COLOURS[i % len(_COLOURS)],
+                marker=_MARKERS[i % len(_MARKERS)],
+                markersize=4,
+                lw=1.5,
+                label=run,
+            )
+        panel.axhline(best[metric], color=_BOUND, ls="--", lw=1.2, label="certified bound of each alone")
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+        panel.set_xlabel("step")
+        panel.set_ylabel(f"{metric} (higher is better)")
+    _legend_below(figure, panels[0])
+    return _png(figure)
+
+
+def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: str) -> bytes:
+    """How far runs lie apart: one panel for each of two groups of runs, the share of the achievable gain against the
+    step.
+
+    A point has `step` and `share`: (value − uniform)/(certified bound − uniform), which no mask has above 1, so that
+    runs on different pools compare. Each panel tells how far its runs lie apart at the end.
+    """
+    figure, panels = _figure(title, 2)
+    for panel, (group, runs) in zip(panels, groups.items(), strict=True):
+        if not any(runs.values()):
+            _say(panel, "no optimisation step was recorded")
+            continue
+        for i, (run, points) in enumerate(runs.items()):
+            panel.plot(
+                [point["step"] for point in points],
+                [point["share"] for point in points],
+                color=_COLOURS[i % len(_COLOURS)],
+                ls=_DASHES[i % len(_DASHES)],
+                lw=1.5,
+                label=run,
+            )
+        last = [points[-1]["share"] for points in runs.values() if points]
+        panel.axhline(1.0, color=_BOUND, ls="--", lw=1.2, label="certified bound")
+        panel.set_title(f"{group}; at the end {100 * (max(last) - min(last)):.2f} % apart", fontsize=_SMALL)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+        panel.set_xlabel("step")
+        panel.set_ylabel("share of the achievable gain")
+        panel.legend(loc="lower right", frameon=False, fontsize=_SMALL)
+    return _png(figure)
+
+
+def _bounded(axes: Axes, values: Sequence[float], upper_bound: float, baseline: float) -> None:
+    axes.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"certified bound {upper_bound:.5g}")
+    axes.axhline(baseline, color=_GREY, ls="-.", lw=1.2, label=f"uniform mask {baseline:.5g}")
+    axes.set_ylim(*_view(np.array([*values, upper_bound, baseline])))
+
+
+def _view(values: np.ndarray, below: float = 0.08, above: float = 0.08) -> tuple[float, float]:
+    """An axis's limits with room on both sides of the values, as shares of their range."""
+    low, high = float(values.min()), float(values.max())
+    spread = high - low or abs(high) or 1.0
+    return low - below * spread, high + above * spread
+
+
+def _apart(x: np.ndarray, y: np.ndarray) -> list[int]:
+    """Positions, the ends first, of points that are far enough apart for a label each; both axes from 0 to 1."""
+    chosen: list[int] = []
+    for i in [0, len(x) - 1, *range(1, len(x) - 1)]:
+        if all(abs(x[i] - x[k]) > 0.17 or abs(y[i] - y[k]) > 0.09 for k in chosen):
+            chosen.append(i)
+    return chosen
 
 
 def _figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:

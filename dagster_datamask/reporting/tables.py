@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 # Columns of the summary: key of a row, heading, and how the value reads. Narrow, so that 80 columns hold it.
 _SUMMARY = (
@@ -87,6 +88,36 @@ def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by 
         sums = {key: sum(row[key] for row in rows) for key in _SUMMED if all(row.get(key) is not None for row in rows)}
         table.add_row(*(_summary_cell({"snapshot": "all", **sums}, k, how) for k, _, how in columns), style="bold")
     return table
+
+
+def sweep_table(rows: Sequence[Mapping[str, Any]], title: str = "Certified front over λ") -> Table:
+    """The terminal's table of a sweep, one row for each λ: what the mask is, how far it can be from the best, and how
+    much of it the λ before chose too."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("λ", "quality", "raw", "diversity", "value", "gap to\nbound", "share\nof gain", "as λ\nbefore"):
+        table.add_column(heading, justify="right", vertical="bottom")
+    for row in rows:
+        table.add_row(
+            f"{row['lambda']:g}",
+            *(_told(row[key], ".6f") for key in ("quality", "quality_raw", "diversity", "value")),
+            _told(row["gap"], ".1e"),
+            *(_told(row[key], ".2%") for key in ("share", "overlap")),
+        )
+    return table
+
+
+def diff_table(changes: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """The terminal's table of documents whose decision changed: what A and B decided, and why."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("document", "A", "B", "why"):
+        table.add_column(heading, overflow="fold")
+    for row in changes:
+        table.add_row(*(Text(str(row[key] or "–")) for key in ("doc_id", "decision_a", "decision_b", "why")))
+    return table
+
+
+def _told(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _summary_cell(row: Mapping[str, Any], key: str, how: str) -> str:

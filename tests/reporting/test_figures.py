@@ -13,8 +13,12 @@ from dagster_datamask.reporting.figures import (
     PAPER_TABLE_7,
     calibration_figure,
     cluster_sizes_figure,
+    front_figure,
+    metrics_figure,
     quality_diversity_figure,
     quality_histogram,
+    setting_figure,
+    spread_figure,
     trajectory_figure,
 )
 
@@ -40,6 +44,28 @@ def _clusters(k: int) -> tuple[np.ndarray, np.ndarray]:
     random = rng(0, "test-figures", k)
     sizes = 1 + (100 * random.pareto(1.2, k)).astype(int)
     return sizes, random.binomial(sizes, 0.1)
+
+
+def _front(n: int) -> list[dict]:
+    """The front quality² + diversity² = 1 at n values of λ, whose exact bounds are its tangents."""
+    lambdas = [k / (n - 1) for k in range(n)] if n > 1 else [0.5] * n
+    norms = [(lam**2 + (1 - lam) ** 2) ** 0.5 for lam in lambdas]
+    return [
+        {"lambda": lam, "quality": lam / norm, "diversity": (1 - lam) / norm, "upper_bound": norm + 1e-12}
+        for lam, norm in zip(lambdas, norms, strict=True)
+    ]
+
+
+def _settings(n: int) -> list[dict]:
+    return [{"setting": 2.0**k, "value": -0.1 / (k + 1), "cost": 3.0 * 2**k} for k in range(n)]
+
+
+def _metrics(n: int) -> list[dict]:
+    return [{"step": 10 * 2**k, "quality": 1 - 1 / (k + 2), "diversity": -1 / (k + 2)} for k in range(n)]
+
+
+def _shares(n: int, least: float = 0.0) -> list[dict]:
+    return [{"step": k + 1, "share": least + (1 - least) * (1 - 1 / (k + 1))} for k in range(n)]
 
 
 FIGURES: dict[str, Callable[[], bytes]] = {
@@ -71,6 +97,27 @@ FIGURES: dict[str, Callable[[], bytes]] = {
     "clusters, all empty": lambda: cluster_sizes_figure([0, 0]),
     "clusters, one": lambda: cluster_sizes_figure([5]),
     "clusters, two": lambda: cluster_sizes_figure([5, 3, 0]),
+    "front, nothing": lambda: front_figure([]),
+    "front, empty masks": lambda: front_figure([{**row, "quality": None} for row in _front(3)]),
+    "front, one mask": lambda: front_figure(_front(1)),
+    "front, two": lambda: front_figure(_front(2), {"quality": 0.3, "diversity": 0.2}),
+    "front, constant quality": lambda: front_figure(
+        [{"lambda": lam, "quality": 0.0, "diversity": 0.0, "upper_bound": 0.0} for lam in (0.0, 1.0)]
+    ),
+    "front, 1,001": lambda: front_figure(_front(1001), {"quality": 0.3, "diversity": 0.2}),
+    "settings, nothing": lambda: setting_figure("G", [], "seconds", 0.0, -1.0, "title"),
+    "settings, one": lambda: setting_figure("G", _settings(1), "seconds", 0.0, -1.0, "title"),
+    "settings, free of cost": lambda: setting_figure("G", [{**_settings(1)[0], "cost": 0.0}], "s", 0.0, -1.0, "title"),
+    "settings, seven": lambda: setting_figure("masks a step", _settings(7), "seconds", 0.0, -0.2, "a title " * 18),
+    "metrics, nothing": lambda: metrics_figure({"joint": []}, {"quality": 1.0, "diversity": 0.0}, "title"),
+    "metrics, one point": lambda: metrics_figure({"joint": _metrics(1)}, {"quality": 1.0, "diversity": 0.0}, "title"),
+    "metrics, four runs": lambda: metrics_figure(
+        {f"run {k}": _metrics(6 + k) for k in range(4)}, {"quality": 1.0, "diversity": 0.0}, "a title " * 18
+    ),
+    "spread, nothing": lambda: spread_figure({"seeds": {}, "pools": {"a": []}}, "title"),
+    "spread, one and two": lambda: spread_figure(
+        {"one run": {"seed 0": _shares(1)}, "two": {"seed 0": _shares(60), "seed 1": _shares(60, 0.1)}}, "title"
+    ),
     "clusters, 10,000": lambda: cluster_sizes_figure(_clusters(10_000)[0]),
 }
 
@@ -146,3 +193,46 @@ def test_clusters_that_cannot_be() -> None:
 def test_a_confusion_matrix_of_another_shape() -> None:
     with pytest.raises(ValueError, match=r"2 labels has shape \(1, 2\)"):
         calibration_figure([], [[1, 2]])
+
+
+def test_each_part_of_a_front_is_drawn() -> None:
+    rows = _front(5)
+    loose = [{**row, "upper_bound": row["upper_bound"] + 0.02} for row in rows]
+    assert len({front_figure(rows), front_figure(loose), front_figure(rows, {"quality": 0.4, "diversity": 0.3})}) == 3
+
+
+def test_the_shaded_region_holds_no_mask() -> None:
+    """Beyond the tangents of the unit circle it is grey, within the circle white."""
+    rows = _front(101)
+    png = _pixels(front_figure(rows))
+    white = (png.min(axis=2) > 250).mean()
+    looser = _pixels(front_figure([{**row, "upper_bound": row["upper_bound"] + 0.1} for row in rows]))
+    assert (looser.min(axis=2) > 250).mean() > white + 0.02
+
+
+def test_a_mask_above_a_bound_is_refused() -> None:
+    rows = _front(3)
+    rows[2]["upper_bound"] = 0.99
+    with pytest.raises(ValueError, match="mask of λ = 1 lies above the bound of λ = 1"):
+        front_figure(rows)
+
+
+def test_the_bounds_of_the_paper_s_figures_are_drawn() -> None:
+    best = {"quality": 1.0, "diversity": 0.0}
+    for one, other in [
+        (
+            setting_figure("G", _settings(3), "s", 0.0, -1.0, "t"),
+            setting_figure("G", _settings(3), "s", 0.1, -1.0, "t"),
+        ),
+        (
+            metrics_figure({"a": _metrics(3)}, best, "t"),
+            metrics_figure({"a": _metrics(3)}, {**best, "quality": 1.2}, "t"),
+        ),
+    ]:
+        assert one != other
+
+
+def test_the_spread_is_told() -> None:
+    same = {"x": {"a": _shares(9), "b": _shares(9)}, "y": {"a": _shares(9)}}
+    apart = {"x": {"a": _shares(9), "b": _shares(9, 0.5)}, "y": {"a": _shares(9)}}
+    assert spread_figure(same, "t") != spread_figure(apart, "t")
