@@ -307,37 +307,27 @@ def front_figure(
     """The masks of a sweep over λ in the plane of quality and diversity, and the region proven to hold no mask.
 
     rows: ascending in `lambda`, with `quality`, `diversity` and `upper_bound`, the proven bound of λ·quality +
-    (1−λ)·diversity; each bound is a line that no mask lies above. `uniform` is the (quality, diversity) expected of a
-    uniform mask. Rows without a quality (empty masks) are left out. Raises ValueError where a row lies in the shaded
-    region: its bound would be wrong.
+    (1−λ)·diversity (None where there is no certificate); each bound is a line that no mask lies above. `uniform` is
+    the (quality, diversity) expected of a uniform mask. Rows without a quality (empty masks) are left out. Raises
+    ValueError where a row lies in the shaded region: its bound would be wrong.
     """
     figure, (axes,) = _figure(title)
     rows = [row for row in rows if row["quality"] is not None]
     if not rows:
         return _nothing(figure, axes, "the masks are empty")
-    lambdas = np.array([row["lambda"] for row in rows])
-    quality, diversity, bounds = (
-        np.array([float(row[key]) for row in rows]) for key in ("quality", "diversity", "upper_bound")
+    lambdas, quality, diversity = (
+        np.array([float(row[key]) for row in rows]) for key in ("lambda", "quality", "diversity")
     )
-    above = lambdas[:, None] * quality + (1 - lambdas[:, None]) * diversity > bounds[:, None]
-    if above.any():
-        k, i = np.argwhere(above)[0]
-        raise ValueError(f"the mask of λ = {lambdas[i]:g} lies above the bound of λ = {lambdas[k]:g}")
+    bounds = [(row["lambda"], float(row["upper_bound"])) for row in rows if row["upper_bound"] is not None]
+    for lam, bound in bounds:
+        above = np.flatnonzero(lam * quality + (1 - lam) * diversity > bound)
+        if above.size:
+            raise ValueError(f"the mask of λ = {lambdas[above[0]]:g} lies above the bound of λ = {lam:g}")
     shown = [(quality, diversity), *([([uniform["quality"]], [uniform["diversity"]])] if uniform else [])]
     # room above and to the right for what cannot be
     (left, right), (low, high) = (_view(np.concatenate([part[k] for part in shown]), 0.14, 0.2) for k in (0, 1))
-    best = bounds[lambdas == 1]
-    # two points where the best quality ends, so that the ceiling falls straight down there
-    x = np.sort(np.concatenate([np.linspace(left, right, 1001), best, np.nextafter(best, np.inf)]))
-    ceiling = np.full(x.shape, np.inf)
-    for lam, bound in zip(lambdas.tolist(), bounds.tolist(), strict=True):
-        if lam < 1:
-            ceiling = np.minimum(ceiling, (bound - lam * x) / (1 - lam))
-        else:
-            ceiling[x > bound] = -np.inf
-    edge = np.clip(ceiling, 2 * low - high, high)
-    axes.fill_between(x, edge, high, facecolor="#EDEDED", edgecolor="#BDBDBD", hatch="////", lw=0)
-    axes.plot(x, edge, color=_BOUND, ls="--", lw=1.2, label="ceiling of all bounds: no mask is beyond it")
+    if bounds:
+        _shade(axes, bounds, np.linspace(left, right, 1001), low, high)
     axes.plot(quality, diversity, color=_COLOURS[0], marker="o", markersize=4, lw=1.5, label="masks found, one per λ")
     label: dict[str, Any] = {"xytext": (-6, -5), "textcoords": "offset points", "ha": "right", "va": "top"}
     for i in _apart((quality - left) / (right - left), (diversity - low) / (high - low)):
@@ -345,21 +335,30 @@ def front_figure(
     if uniform is not None:
         point = (uniform["quality"], uniform["diversity"])
         axes.plot(*point, color=_COLOURS[1], marker="X", markersize=8, ls="none", label="uniform mask, expected")
-    axes.text(
-        0.985,
-        0.96,
-        "no mask can be here",
-        transform=axes.transAxes,
-        ha="right",
-        va="top",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 2},
-    )
     axes.set_xlim(left, right)
     axes.set_ylim(low, high)
     axes.set_xlabel("quality (mean of the scaled scores)")
     axes.set_ylabel("diversity (higher is better)")
     _legend_below(figure, axes)
     return _png(figure)
+
+
+def _shade(axes: Axes, bounds: Sequence[tuple[float, float]], x: np.ndarray, low: float, high: float) -> None:
+    """Shade what lies above any of the lines λ·x + (1−λ)·y = bound, within a view from `low` to `high`."""
+    ends = np.array([bound for lam, bound in bounds if lam == 1])
+    # two points where the best quality ends, so that the ceiling falls straight down there
+    x = np.sort(np.concatenate([x, ends, np.nextafter(ends, np.inf)]))
+    ceiling = np.full(x.shape, np.inf)
+    for lam, bound in bounds:
+        if lam < 1:
+            ceiling = np.minimum(ceiling, (bound - lam * x) / (1 - lam))
+        else:
+            ceiling[x > bound] = -np.inf
+    edge = np.clip(ceiling, 2 * low - high, high)
+    axes.fill_between(x, edge, high, facecolor="#EDEDED", edgecolor="#BDBDBD", hatch="////", lw=0)
+    axes.plot(x, edge, color=_BOUND, ls="--", lw=1.2, label="ceiling of all bounds: no mask is beyond it")
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
+    axes.text(0.985, 0.96, "no mask can be here", transform=axes.transAxes, ha="right", va="top", bbox=box)
 
 
 def setting_figure(

@@ -33,7 +33,7 @@ class Sweep:
 
     selections: one for each λ; overlaps: the share of each mask that the mask before it holds too (None for the first,
     and for empty masks); uniform: (quality, diversity) expected of a uniform mask of the same size, in the objective's
-    scale, None where the budget is 0.
+    scale, None where the budget is 0 or the certificates tell no expectation.
     """
 
     lambdas: tuple[float, ...]
@@ -143,13 +143,15 @@ def sweep(
     overlaps: list[float | None] = [None]
     for before, after in pairwise(selections):
         common = np.intersect1d(before.indices, after.indices, assume_unique=True).size
-        overlaps.append(common / budget if budget else None)
+        overlaps.append(common / after.indices.size if after.indices.size else None)
     return Sweep(ascending, selections, overlaps, _uniform(ascending, selections) if budget else None)
 
 
-def _uniform(lambdas: Sequence[float], selections: Sequence[Selection]) -> tuple[float, float]:
+def _uniform(lambdas: Sequence[float], selections: Sequence[Selection]) -> tuple[float, float] | None:
     # the expectation over uniform masks is linear in λ, so two of them give both of its terms
     (a, fa), (b, fb) = ((lambdas[k], selections[k].certificate.baseline) for k in (0, -1))
+    if fa is None or fb is None:
+        return None
     slope = (fb - fa) / (b - a)
     return fa + (1.0 - a) * slope, fa - a * slope
 

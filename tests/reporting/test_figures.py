@@ -101,6 +101,7 @@ FIGURES: dict[str, Callable[[], bytes]] = {
     "front, empty masks": lambda: front_figure([{**row, "quality": None} for row in _front(3)]),
     "front, one mask": lambda: front_figure(_front(1)),
     "front, two": lambda: front_figure(_front(2), {"quality": 0.3, "diversity": 0.2}),
+    "front, without certificates": lambda: front_figure([{**row, "upper_bound": None} for row in _front(4)]),
     "front, constant quality": lambda: front_figure(
         [{"lambda": lam, "quality": 0.0, "diversity": 0.0, "upper_bound": 0.0} for lam in (0.0, 1.0)]
     ),
