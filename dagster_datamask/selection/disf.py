@@ -52,6 +52,8 @@ _ENTRIES = 50
 _LISTED = 256
 _EXCHANGES = 16
 _ENOUGH = 1e-5
+# a budget for which greedy costs little; weights round badly to so few documents
+_FEW = 32
 # batches of swaps between two looks at the whole pool, and how many leaving documents are tried one by one
 _MOVES = 200
 _TRIED = 16
@@ -145,8 +147,8 @@ def disf_greedy(
     the largest F(U ∪ {x}), N values by two matrix products, O(N d²) a step. Values within 10⁻¹² of each other tie,
     and ties go to the lower position.
 
-    z: float32[N, d], unit rows; linear: float64[N]. DiSF tells one document from another no more than one pair from
-    another (see the module), so `linear` chooses the first document and, where all columns differ, the second.
+    z: float32[N, d], unit rows; linear: float64[N]. DiSF cannot tell single documents apart, nor pairs whose columns
+    all differ (see the module): `linear` chooses the first document, and as a rule the second.
     candidates(chosen) gives bool[N], who may come next (quotas, tokens); the documents chosen need not be left out. It
     ends early where nobody may. Float32 finds the contenders of a step, float64 decides among them.
 
@@ -190,15 +192,15 @@ def conditional_gradient(
 
     1. Frank–Wolfe on the weights m ∈ [0, 1]^N, from the uniform ones: a vertex is the best feasible set by ∂F/∂m, one
        pass, and the step is searched on F along the segment; `steps` at most.
-    2. The best of the vertices met and of the set of largest m.
+    2. The best of the vertices met, of the set of largest m and, up to 32 documents, of greedy's.
     3. Exchanges. What each document adds to the selection is known exactly (rank-one changes); the documents that add
        least leave for those that would add most, as many at once as F grows by, then one by one; first among the 256
        best on each side, then again after a look at the whole pool, until that gains no more.
 
     z: float32[N, d], unit rows; linear: float64[N]; budget: S. take(scores) gives the positions of the feasible set of
-    best scores, by default the S largest. groups: int[N]; a document is exchanged within its group only. With a `take`
-    and no groups nothing is exchanged. Fewer than three documents are taken by `linear`, as DiSF cannot tell them
-    apart (see the module).
+    best scores, by default the S largest; with one, S is about how many it takes. groups: int[N]; a document is
+    exchanged within its group only. With a `take` and no groups nothing is exchanged. Fewer than three documents are
+    taken by `linear` alone: DiSF cannot tell them apart (see `disf_greedy`).
 
     Raises ValueError where budget is not in 0..N.
     """
@@ -212,6 +214,10 @@ def conditional_gradient(
     search = _Search(problem, steps + 2 + _EXCHANGES, progress)
     weights = search.relax(best_set, budget, steps)
     search.propose(best_set(weights), "rounded")
+    if take is None and budget <= _FEW:
+        found = disf_greedy(z, linear, weight=weight, budget=budget)
+        search.passes += found.passes
+        search.propose(np.sort(found.positions), "greedy")
     if take is None or groups is not None:
         search.exchange(np.unique(groups, return_inverse=True)[1] if groups is not None else np.zeros(n, np.int64))
     scores = problem.marginals(search.sums, search.inside, np.arange(n))
@@ -297,7 +303,9 @@ class _Problem:
         map_blocks(fill, len(self.z), block=4 * _ROWS)
         return (self.linear - sums.linear / sums.weight) / sums.weight - 2.0 * self._penalty * slopes
 
-    def changed(self, sums: _Sums, positions: np.ndarray, sign: int, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    def changed(
+        self, sums: _Sums, positions: np.ndarray, sign: int, dtype: type[np.floating] = np.float32
+    ) -> np.ndarray:
         """float64[k]: F with each of these documents alone added to the selection (sign 1) or taken from it (−1)."""
         size, after = sums.weight, sums.weight + sign
         if not after:
@@ -424,6 +432,7 @@ class _Search:
                 break
 
     def _exchange_among(self, listed: np.ndarray, groups: np.ndarray) -> None:
+        """Exchange as many at once as F grows by, and one pair where no such number is left, until none is."""
         n, most = len(self.problem.z), listed.size
         for _ in range(_MOVES):
             added = self.problem.marginals(self.sums, self.inside, listed)
@@ -492,8 +501,8 @@ def _search_segment(problem: _Problem, point: _Sums, corner: _Sums, value: float
         half = at(step / 2.0)
     if found <= value:
         return share, value
-    if beyond is not None:
-        # through (½, half), (1, found) and (2, beyond) in units of the step; half ≤ found, and beyond < found
+    if beyond is not None and half <= found:
+        # through (½, half), (1, found) and (2, beyond) in units of the step; beyond < found
         rise, fall = found - half, found - beyond
         top = step * (0.75 + 1.5 * rise / (fall + 2.0 * rise))
         better = at(top)
