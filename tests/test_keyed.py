@@ -1,6 +1,5 @@
 """Hashes and generators: fixed values, independent keys, nothing of the process."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -27,12 +26,34 @@ def test_parts_are_set_apart_and_typed_by_their_text() -> None:
     assert len(digest("x", size=6)) == 6
 
 
-def test_hash64_is_keyed_blake2b() -> None:
-    key = hashlib.blake2b(digest_size=32)
-    for part in (b"7", b"tie"):
-        key.update(len(part).to_bytes(8, "little") + part)
-    expected = hashlib.blake2b("é".encode(), digest_size=8, key=key.digest()).digest()
-    assert hash64(["é"], 7, "tie").tolist() == [int.from_bytes(expected, "little")]
+def _by_hand(text: str, seed: int, purpose: str) -> int:
+    """hash64 of one id in Python's own whole numbers."""
+    start, first, second = (int.from_bytes(digest(seed, purpose, k, size=8), "little") for k in range(3))
+    raw, mask = text.encode("utf-8", "surrogatepass"), 2**64 - 1
+    h = start ^ len(raw)
+    raw = raw if len(raw) <= 512 else digest(raw, size=64)
+    for k in range(0, len(raw), 8):
+        word = int.from_bytes(raw[k : k + 8], "little")
+        h = ((h ^ (word * (first | 1) & mask)) * (second | 1)) & mask
+        h ^= h >> 29
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        h = ((h ^ (h >> shift)) * factor) & mask
+    return h ^ (h >> 31)
+
+
+@pytest.mark.parametrize("text", ["", "a", "a\0", "é", "eight888", "nine99999", "x" * 512, "x" * 513, "\ud800"])
+def test_hash64_by_hand(text: str) -> None:
+    assert hash64([text], 7, "tie").tolist() == [_by_hand(text, 7, "tie")]
+    assert hash64(["b", text, "y" * 600], 7, "tie")[1] == _by_hand(text, 7, "tie")
+
+
+def test_hash64_of_like_ids_is_distinct_and_even_in_every_bit() -> None:
+    hashes = hash64([f"<urn:uuid:{k:032x}>" for k in range(50_000)], 0, "tie")
+    assert np.unique(hashes).size == 50_000
+    for bit in range(64):
+        share = float(((hashes >> np.uint64(bit)) & np.uint64(1)).mean())
+        # five sigma
+        assert abs(share - 0.5) < 5 * 0.5 / np.sqrt(50_000)
 
 
 @given(ids=st.lists(TEXT, max_size=5))

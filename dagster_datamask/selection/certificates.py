@@ -1,41 +1,52 @@
 """What a mask is worth, and how far from the best mask it can be at most.
 
-Here: the float64 evaluation of a mask, the upper bound of DataMask's concave relaxation, and the certificate made of
-both. Not here: the search for a good mask or for the point where the bound is smallest (`certified`).
+Here: the float64 evaluation of a mask, the upper bounds, and the certificate made of both. Not here: the search for a
+good mask or for the point where the bound is smallest (`certified`).
 
-For f(U) = mean of l over U − β‖mean of ẑ over U‖² and any vector v, −‖m‖² ≤ ‖v‖² − 2 m·v gives, for every U of S
-documents, f(U) ≤ β‖v‖² + the mean of the S largest l_i − 2β ẑ_i·v.
+For the concave metrics −‖·‖² and any vector p, −‖m‖² ≤ ‖p‖² − 2 m·p, so every U of S documents has
+f(U) ≤ ‖p‖² + the mean of the S largest l_i − 2 φ_i·p. Facility location F is monotone and submodular, so
+F(U') ≤ F(U) + Σ_{x ∈ U'} [F(U ∪ x) − F(U)], which adds S times that gain to x's score. For DiSF as its authors define
+it no bound is known.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from dagster_datamask.selection.objectives import Pool, map_blocks
-from dagster_datamask.selection.sampling import top_s
+from dagster_datamask.selection.exact import GridSum, ScalarSum
+from dagster_datamask.selection.objectives import map_blocks
+from dagster_datamask.selection.passes import Part, Passes
 
-_HALF_ULP_32 = 2.0**-24
-_HALF_ULP_64 = 2.0**-53
-# rows summed in one go by `Pool.total`; then as many more additions as there are blocks
-_SUMMED = 128
+HALF_ULP_32 = 2.0**-24
+HALF_ULP_64 = 2.0**-53
 # a share of less than this is a share of nothing
-_NO_GAIN = 1e-9
+NO_GAIN = 1e-9
+# rounds of the search for the worst number of tokens
+_ROUNDS = 20
+_BLOCK = 64
+# rows whose products are summed at once
+_BLOCK_OF_SECOND = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A mask's worth in float64: value = λ·quality + (1−λ)·diversity.
+    """A mask's worth in float64: value = λ·quality + (1−λ)·diversity + Σ weight·score.
 
-    quality: mean scaled score, and quality_raw: mean score as given (None where there is none to average);
-    diversity: −‖mean ẑ‖² in the objective's scale; mean_vector: float64[d], the mean of ẑ over the mask.
+    quality: mean scaled score, and quality_raw: mean score as given (None where there is none to average); diversity:
+    Σ weight·metric in the objective's scale, metrics: each of them alone; scores: mean scaled further scores; documents
+    and tokens (None where they are not counted) of the mask; mean_vector: float64[d], the mean of ẑ over the mask. What
+    is given to a mask beforehand is part of all means.
     """
 
     value: float
     quality: float | None
     quality_raw: float | None
     diversity: float
+    metrics: dict[str, float]
+    scores: dict[str, float]
+    documents: int
+    tokens: int | None
     mean_vector: np.ndarray = field(repr=False)
 
 
@@ -47,14 +58,14 @@ class Certificate:
     can have moved value and bound by together, already added to the bound; gap = upper_bound − value ≥ 0;
     baseline: f₀, the expectation over uniform masks of the same size; share: (value − f₀)/(upper_bound − f₀), None
     where upper_bound − f₀ < 1e-9; feasible_set: what the bound is about; reason: why a figure is missing;
-    point: float64[d], the v at which the bound was taken.
+    point: the p at which the bound was taken.
     """
 
-    upper_bound: float
-    numerical_error: float
-    gap: float
+    upper_bound: float | None
+    numerical_error: float | None
+    gap: float | None
     share: float | None
-    baseline: float
+    baseline: float | None
     feasible_set: dict[str, Any]
     reason: str | None
     point: np.ndarray = field(repr=False)
@@ -76,130 +87,268 @@ class NegativeGap(ArithmeticError):
     """A mask is worth more than its upper bound: a fault in this module, never a rounding matter."""
 
 
-def evaluate(pool: Pool, positions: np.ndarray) -> Evaluation:
-    """f of the mask at these positions, in float64 from the stored vectors. The empty mask is worth 0."""
-    size, lam = positions.size, pool.objective.lam
-    if not size:
-        return Evaluation(0.0, None, None, 0.0, np.zeros(pool.vectors.shape[1]))
-    mean = pool.total(positions) / size
-    diversity = -pool.diversity_scale * float(mean @ mean)
-    quality = None if pool.quality is None else math.fsum(pool.scaled[positions]) / size
-    raw = None if pool.quality is None else math.fsum(pool.quality[positions]) / size
-    value = (1.0 - lam) * diversity + (lam * quality if lam > 0 and quality is not None else 0.0)
-    return Evaluation(value, quality, raw, diversity, mean)
+@dataclass(frozen=True)
+class Terms:
+    """What f is made of: lam, λ; diversity {metric: weight}, (1−λ) not included; scores {further score: weight}."""
+
+    lam: float
+    diversity: dict[str, float]
+    scores: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """{metric: its weight in f}, those of weight 0 left out."""
+        return {name: (1.0 - self.lam) * w for name, w in self.diversity.items() if w and self.lam < 1}
+
+    @property
+    def beta(self) -> float:
+        """The weight of −‖mean ẑ‖² in f."""
+        return self.weights.get("pws", 0.0)
 
 
-def upper_bound(pool: Pool, size: int, v: np.ndarray) -> float:
-    """β‖v‖² + the mean of the `size` largest linear scores, in float64 from the stored vectors; size ≥ 1.
+def certify(
+    passes: Passes,
+    terms: Terms,
+    evaluation: Evaluation,
+    feasible: dict[str, Any],
+    point: np.ndarray,
+    *,
+    means: dict[str, np.ndarray],
+    linear: float,
+    optimum: float | None = None,
+    bound: float | None = None,
+    more_error: float = 0.0,
+) -> Certificate:
+    """The certificate of a mask with this evaluation, with the bound taken at `point`.
 
-    Only the documents that a float32 pass leaves in question are scored again: one whose float32 score lies more than
-    twice that score's largest rounding error below the size-th best cannot be among the best.
+    means: {concave metric: mean of φ over the pool}; linear: the pool's mean of it; optimum: f of the best mask where
+    all were looked at; bound: where there is another than `upper_bound`, with the rounding error it has more.
     """
-    beta, linear = pool.beta, pool.linear
-    if not beta:
-        return math.fsum(linear[top_s(linear, size)]) / size
-    rough = linear - 2.0 * beta * search_dots(pool, v)
-    worst = np.partition(rough, pool.n - size)[pool.n - size]
-    candidates = np.flatnonzero(rough >= worst - 2.0 * _rough_error(pool, v))
-    scores = linear[candidates] - 2.0 * beta * pool.dots(candidates, v)
-    best = scores[top_s(scores, size)]
-    return beta * float(v @ v) + math.fsum(best) / size
-
-
-def baseline(pool: Pool, size: int) -> float:
-    """f₀: the expected value of a uniform random mask of `size` documents of the pool, in closed form."""
-    return uniform_value(pool.mean, pool.n, size, math.fsum(pool.linear) / pool.n if size else 0.0, pool.beta)
-
-
-def uniform_value(mean: np.ndarray, n: int, size: int, linear: float, beta: float) -> float:
-    """The expected value of a uniform mask of `size` of n unit vectors with mean `mean` and mean linear score `linear`.
-
-    E‖mean ẑ‖² = (1/S)·(1 − c) + c where c = (N‖z̄‖² − 1)/(N − 1) is the mean cosine of two distinct documents.
-    """
-    if not size:
-        return 0.0
-    cosine = (n * float(mean @ mean) - 1.0) / (n - 1) if n > 1 else 1.0
-    return linear - beta * ((1.0 - cosine) / size + cosine)
-
-
-def certify(pool: Pool, evaluation: Evaluation, size: int, v: np.ndarray) -> Certificate:
-    """The certificate of a mask of `size` documents of the pool, with the bound taken at v.
-
-    Raises NegativeGap where the value exceeds the bound.
-    """
-    feasible = {
-        "documents": pool.n,
-        "budget": size,
-        "vectors": pool.checksum,
-        "dtype": pool.objective.embeddings.dtype.name,
-        "lambda": pool.objective.lam,
-        "scale": pool.objective.scale,
-        "constants": list(pool.objective.constants) if pool.objective.constants is not None else None,
-    }
-    if not size:
-        return Certificate(
-            0.0, 0.0, 0.0, None, 0.0, feasible, "budget 0: the empty mask is the only one", np.zeros_like(v)
-        )
-    error = numerical_error(pool, size, v)
-    bound = upper_bound(pool, size, v) + error
-    gap = bound - evaluation.value
+    if not passes.amount:
+        reason = "budget 0: the empty mask is the only one"
+        return Certificate(evaluation.value, 0.0, 0.0, None, evaluation.value, feasible, reason, point)
+    error = numerical_error(passes, terms, point, passes.amount) + more_error
+    limit = (upper_bound(passes, point) if bound is None else bound) + error
+    if optimum is not None:
+        limit = min(limit, optimum + error)
+    gap = limit - evaluation.value
     if not gap >= 0:
         raise NegativeGap(
-            f"value {evaluation.value!r} exceeds the upper bound {bound!r} (rounding allows {error!r}); "
+            f"value {evaluation.value!r} exceeds the upper bound {limit!r} (rounding allows {error!r}); "
             "the certificate is wrong, please report this"
         )
-    start = baseline(pool, size)
-    if bound - start < _NO_GAIN:
+    start = baseline(passes, means, linear, terms.weights)
+    share, reason = None, None
+    if start is None:
+        reason = "no share: the expectation over uniform masks has no closed form here"
+    elif limit - start < NO_GAIN:
         reason = "no share: no mask is better than a uniform one by 1e-9"
-        return Certificate(bound, error, gap, None, start, feasible, reason, v)
-    share = (evaluation.value - start) / (bound - start)
-    return Certificate(bound, error, gap, share, start, feasible, None, v)
+    else:
+        share = (evaluation.value - start) / (limit - start)
+    return Certificate(limit, error, gap, share, start, feasible, reason, point)
 
 
-def numerical_error(pool: Pool, size: int, v: np.ndarray) -> float:
+def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = None) -> Evaluation:
+    """f of the mask that the parts hold as `best`, in float64 from the stored vectors. The empty mask is worth 0.
+
+    others: the mask's metrics but pws, which are no sums over documents. The parts' columns are "quality", scaled,
+    "quality_raw", and the further scores, scaled; those that are missing are not averaged.
+    """
+    vectors = GridSum(passes.d, costs=passes.tokens, fine=True)
+    sums: dict[str, ScalarSum] = {}
+    documents = amount = 0
+    largest: dict[str, float] = {}
+    for _, part in passes.each():
+        for name, column in part.columns.items():
+            largest[name] = max(largest.get(name, 0.0), float(np.abs(column).max(initial=0.0)))
+    sums = {name: ScalarSum(most) for name, most in largest.items()}
+    for _, part in passes.each():
+        rows = np.flatnonzero(part.best)
+        costs = None if part.costs is None else part.costs[rows]
+        documents += rows.size
+        amount += rows.size if costs is None else int(costs.sum())
+        part.vectors.add_to(rows, vectors, part.costs)
+        for name, column in part.columns.items():
+            sums[name].add(column[rows], costs)
+    if not documents and passes.given is None:
+        return Evaluation(0.0, None, None, 0.0, {}, {}, 0, 0 if passes.tokens else None, np.zeros(passes.d))
+    everything, total = amount + passes.given_size, vectors.value()
+    means = {name: found.value() for name, found in sums.items()}
+    if passes.given is not None:
+        total = total + passes.given.size * passes.given.mean
+        means["quality"] = means.get("quality", 0.0) + passes.given.size * passes.given.quality
+        means.pop("quality_raw", None)
+    means = {name: found / everything for name, found in means.items()}
+    mean = total / everything
+    metrics = {"pws": -float(mean @ mean)} if "pws" in terms.diversity else {}
+    metrics |= others or {}
+    diversity = sum(weight * metrics[name] for name, weight in terms.diversity.items() if weight)
+    scores = {name: means[name] for name in terms.scores}
+    value = (1.0 - terms.lam) * diversity + sum(weight * scores[name] for name, weight in terms.scores.items())
+    if terms.lam > 0:
+        value += terms.lam * means["quality"]
+    return Evaluation(
+        value,
+        means.get("quality"),
+        means.get("quality_raw"),
+        diversity,
+        metrics,
+        scores,
+        documents,
+        amount if passes.tokens else None,
+        mean,
+    )
+
+
+def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = None) -> float:
+    """‖p‖² + the largest possible mean of the scores at p, in float64 from the stored vectors.
+
+    Documents: of amounts[g] documents of each group g. Tokens: of any documents that hold amounts[g] tokens of each
+    group, or less by no more than the group's largest document. Only the documents that a float32 pass leaves in
+    question are scored again: one whose float32 score lies more than twice that score's largest rounding error below
+    the cut cannot be above it. extra: float64[N] to add to every score (of the one part there is).
+    """
+    passes.score(point)
+    spread = 2.0 * rough_error(passes, point)
+    largest = 0.0
+    for _, part in passes.each():
+        if extra is not None:
+            part.scores += extra
+        largest = max(largest, float(np.abs(part.scores).max(initial=0.0)))
+    rough = passes.cut(lambda part: part.scores, passes.amounts)
+    for _, part in passes.each():
+        level = rough.score[0] if part.groups is None else rough.score[part.groups]
+        rows = np.flatnonzero(part.scores >= level - spread)
+        scores = _scores_at(passes, part, rows, point)
+        part.scores[:] = -np.inf
+        part.scores[rows] = scores if extra is None else scores + extra[rows]
+        passes.reads += rows.size
+    given = passes.given_size * passes.given_linear
+    for _, scale, piece in passes.pieces(point) if passes.given is not None else ():
+        given -= 2.0 * passes.given.size * scale * float(passes.given.mean @ piece)
+    mean = _largest_mean(passes, given, largest + spread)
+    return float(point @ point) + mean
+
+
+def _scores_at(passes: Passes, part: Part, rows: np.ndarray, point: np.ndarray) -> np.ndarray:
+    """float64[k]: the scores of these rows at the point, from the stored vectors."""
+
+    def dots(a: int, b: int) -> np.ndarray:
+        unit, found = part.vectors.double(rows[a:b]), np.zeros(b - a)
+        for feature, scale, piece in passes.pieces(point):
+            found += scale * feature.dots(unit, piece)
+        return found
+
+    found = map_blocks(dots, rows.size, _BLOCK)
+    return part.linear[rows] - 2.0 * np.concatenate(found) if found else np.zeros(0)
+
+
+def _largest_mean(passes: Passes, given: float, largest: float) -> float:
+    """The largest (given + Σ cost·score)/(what is given + Σ cost) over all documents that are feasible.
+
+    The amount that maximises it is found by Dinkelbach's method; what is returned is a bound at any number of rounds.
+    """
+    most = np.array(passes.amounts, object)
+    if not passes.tokens:
+        return (given + _sum_above(passes, passes.amounts, largest)) / (passes.amount + passes.given_size)
+    longest = np.zeros(most.size, np.int64)
+    for _, part in passes.each():
+        groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
+        np.maximum.at(longest, groups, part.costs)
+    # the mean of no documents is none: at least a token
+    least = np.maximum(most - longest, np.minimum(most, 1))
+    level, fewest, all_of_it = -np.inf, int(sum(least)) + passes.given_size, int(sum(most)) + passes.given_size
+    for left in reversed(range(_ROUNDS)):
+        filled = np.zeros(most.size, np.int64)
+        for _, part in passes.each():
+            groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
+            above = part.scores > level
+            filled += np.bincount(groups[above], weights=part.costs[above], minlength=most.size).astype(np.int64)
+        amounts = [int(x) for x in np.clip(filled, least, most)]
+        everything = sum(amounts) + passes.given_size
+        total = given + _sum_above(passes, amounts, largest)
+        if np.isfinite(level):
+            # no choice of amounts has more than this above the level, whatever it divides by
+            excess = total - level * everything
+            if not left or excess <= 1e-15 * abs(total):
+                break
+        level = total / everything
+    return level + max(excess / fewest, excess / all_of_it)
+
+
+def _sum_above(passes: Passes, amounts: list[int], largest: float) -> float:
+    """Σ cost·score of the best documents that hold these amounts, the last one of each group by its part."""
+    at, total, rest = passes.cut(lambda part: part.scores, amounts), ScalarSum(largest), []
+    for _, part in passes.each():
+        scored = part.scored(part.scores)
+        rows = np.flatnonzero(at.whole(scored))
+        total.add(part.scores[rows], None if part.costs is None else part.costs[rows])
+        for row, fraction in zip(*at.partial(scored), strict=True):
+            rest.append(float(fraction * part.costs[row] * part.scores[row]))
+    return total.value() + sum(sorted(rest))
+
+
+def numerical_error(passes: Passes, terms: Terms, point: np.ndarray, amount: int) -> float:
     """The most that float64 rounding can move value and bound by, together, against exact arithmetic.
 
-    Standard forward bounds, γ_k = k·u/(1 − k·u) for k operations: a normalised entry, d + 4; a sum of `size` rows in
-    blocks, block + number of blocks; a dot product of d, d. Sums of scores are exact to their last rounding.
+    Standard forward bounds, γ_k = k·u/(1 − k·u) for k operations: a normalised entry, d + 4; a dot product of d, d;
+    a sum of rows, exact but for what their grid leaves of an entry. Sums of scores are exact to 2**-68 of the largest.
     """
-    d = pool.vectors.shape[1]
-    norm = float(np.linalg.norm(v))
-    largest = float(np.abs(pool.linear).max(initial=0.0))
-    mean = _gamma(d + 4 + _SUMMED + size // _SUMMED + 2, _HALF_ULP_64)
+    d, beta = passes.d, terms.beta
+    norm = float(np.linalg.norm(point))
+    grid = GridSum(1, costs=passes.tokens, fine=True).unit * float(np.sqrt(d))
+    mean = gamma(d + 6, HALF_ULP_64) + grid
     # ‖ẑ‖ ≤ 1 bounds the norm of the mean of absolute values, and ‖mean‖ ≤ 1 what its error is multiplied by
-    value = pool.beta * (2.0 * mean + mean * mean + _gamma(d + 4, _HALF_ULP_64))
-    bound = dot_error(d, norm, pool.beta)
-    last = 8.0 * _HALF_ULP_64 * (largest + pool.beta * (1.0 + norm) ** 2)
-    return value + bound + last
+    value = beta * (2.0 * mean + mean * mean + gamma(d + 4, HALF_ULP_64))
+    second = terms.weights.get("disf_second_moment", 0.0)
+    if second:
+        # as above for each entry of ẑẑᵀ, summed over blocks of rows, then their squares
+        value += second * (
+            2.0 * gamma(2 * (d + 4) + _BLOCK_OF_SECOND + amount // _BLOCK_OF_SECOND + d * d, HALF_ULP_64)
+        )
+    last = 8.0 * HALF_ULP_64 * (passes.largest + passes.beta * (1.0 + norm) ** 2)
+    return value + dot_error(passes, norm) + last
 
 
-def dot_error(d: int, norm: float, beta: float) -> float:
-    """The most that float64 rounding moves β‖v‖² and 2β ẑ·v by, together, for a v of length `norm`, [d]."""
-    dots = 2.0 * beta * norm * _gamma(2 * d + 8, _HALF_ULP_64)
-    return dots + beta * norm * norm * _gamma(d + 4, _HALF_ULP_64)
+def dot_error(passes: Passes, norm: float) -> float:
+    """The most that float64 rounding moves ‖p‖² and 2 φ·p by, together, for a point of length `norm`."""
+    rounds = max((feature.rounding(passes.d) for _, feature, _ in passes.features), default=0)
+    dots = 2.0 * float(np.sqrt(passes.beta)) * norm * gamma(rounds + passes.d + 8, HALF_ULP_64)
+    return dots + norm * norm * gamma(passes.size + 4, HALF_ULP_64)
 
 
-def search_dots(pool: Pool, v: np.ndarray) -> np.ndarray:
-    """float32[N]: ẑ·v in float32, one pass over the embeddings. A row's result depends on nothing but the row."""
-    narrow = v.astype(np.float32)
-    result = np.empty(pool.n, np.float32)
-
-    def dot(start: int, stop: int) -> None:
-        np.einsum("ij,j->i", pool.vectors[start:stop], narrow, out=result[start:stop])
-
-    map_blocks(dot, pool.n, block=2048)
-    return result
+def rough_error(passes: Passes, point: np.ndarray) -> float:
+    """The most by which a score of `Passes.score` can differ from the float64 one."""
+    rounds = max((feature.rounding(passes.d) for _, feature, _ in passes.features), default=0)
+    # ẑ is scaled and, like p, rounded to float32, then the products are summed in any order; those below the smallest
+    # normal number are flushed
+    share = gamma(rounds + 8, HALF_ULP_32)
+    flushed = passes.size * 2.0**-100
+    return 2.0 * float(np.sqrt(passes.beta)) * (float(np.linalg.norm(point)) * share + flushed) + 1e-12
 
 
-def _rough_error(pool: Pool, v: np.ndarray) -> float:
-    """The most by which a score from `search_dots` can differ from the float64 one."""
-    d = pool.vectors.shape[1]
-    # ẑ is scaled and, like v, rounded to float32, then d products are summed in any order
-    share = _gamma(d + 8, _HALF_ULP_32)
-    # products below the smallest normal number are flushed
-    flushed = d * 2.0**-120
-    return 2.0 * pool.beta * (float(np.linalg.norm(v)) * share + flushed) + 1e-12
-
-
-def _gamma(k: int, half_ulp: float) -> float:
+def gamma(k: int, half_ulp: float) -> float:
     return k * half_ulp / (1.0 - k * half_ulp)
+
+
+def baseline(passes: Passes, means: dict[str, np.ndarray], linear: float, weights: dict[str, float]) -> float | None:
+    """f₀: the expected value of a uniform mask of the documents asked for, in closed form; None where there is none:
+    under quotas, a token budget, or for a metric that is not concave.
+
+    means: {metric: mean of φ over the pool}; linear: the pool's mean of it.
+    """
+    if passes.tokens or len(passes.amounts) > 1 or not passes.n or set(weights) - set(means):
+        return None
+    size, given, everything = passes.amount, passes.given_size, passes.amount + passes.given_size
+    if not everything:
+        return 0.0
+    value = (given * passes.given_linear + size * linear) / everything
+    for name, weight in weights.items():
+        mean = means[name]
+        cosine = (passes.n * float(mean @ mean) - 1.0) / (passes.n - 1) if passes.n > 1 else 1.0
+        square = size * (1.0 - cosine) + size * size * cosine
+        if passes.given is not None:
+            before = passes.given.mean
+            square += given * given * float(before @ before) + 2.0 * given * size * float(before @ mean)
+        value -= weight * square / everything**2
+    return value

@@ -1,35 +1,36 @@
 """The certified solver: Frank–Wolfe on the concave relaxation, then rounding and swaps.
 
-Here: the relaxation max f(m) over m ∈ [0,1]^N, Σm = S, whose every pass over the embeddings yields an upper bound,
-and the search for an integer mask close to it. Not here: the final float64 figures (`certificates`).
+Here: the relaxation max f(m) over m ∈ [0,1]^N with what each group is to get, whose every pass over the embeddings
+yields an upper bound, and the search for an integer mask close to it. Not here: what a pass is (`passes`), nor the
+final float64 figures (`certificates`).
 
-With s_i(v) = l_i − 2β ẑ_i·v at v = (1/S)Σ m_i ẑ_i, a Frank–Wolfe vertex is the S documents with the largest s_i, and
-the step goes to the exact optimum over all vertices in use, f being quadratic. Frank–Wolfe needs few passes on
-anisotropic embeddings and slows down near the optimum of small or isotropic pools. There it hands over: since f is
-β-strongly concave in v, a gap g confines every optimal v* to ‖v − v*‖ ≤ √(g/β), and a document whose score lies more
-than 4√(βg) from the S-th best has m_i = 0 or 1 in every optimum. The few that are left are solved by accelerated
-projected gradient, and a full pass certifies the result.
+f(m) = linear(m) − ‖p(m)‖², p being the scaled means of the concave metrics' features, so a document's score at p is
+s_i = l_i − 2 φ_i·p, a Frank–Wolfe vertex is the documents with the largest s_i, and the step goes to the exact optimum
+over all vertices in use, f being quadratic. Frank–Wolfe needs few passes on anisotropic embeddings and slows down near
+the optimum of small or isotropic pools. There it hands over: f falls off from its optimum by at least ‖p − p*‖², so a
+gap g confines every optimal p* to ‖p − p*‖ ≤ √g, and a document whose score lies more than 4√(βg) from the cut has
+m_i = 0 or 1 in every optimum. The few that are left are solved by accelerated projected gradient, and a full pass
+certifies the result. Pools with few masks are enumerated.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import combinations, islice
 from typing import Any
 
 import numpy as np
 
-from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.certificates import search_dots
-from dagster_datamask.selection.objectives import Pool, map_blocks
-from dagster_datamask.selection.policy_gradient import Progress
-from dagster_datamask.selection.sampling import top_s
+from dagster_datamask.selection.exact import Cut
+from dagster_datamask.selection.passes import MEMORY, Gathered, Part, Passes, Vertex
 
-Dots = Callable[[np.ndarray], np.ndarray]
+Progress = Callable[[int, int, dict[str, Any]], None]
 
 # Frank–Wolfe passes before the hand-over; each costs about as much as the screening that would replace it
 _FRANK_WOLFE = 24
 _ROUNDS = 8
-# entries of a pool that may be copied whole
-_SMALL = 1 << 24
+# entries of vectors that may be gathered from the parts
+_GATHERED = 1 << 25
 _INNER = 150
 # candidates on each side of the cut that swaps are looked for among, and how many of them are compared in a move
 _SWAP_CANDIDATES = 512
@@ -39,6 +40,10 @@ _TABU = 10
 _GOLDEN = (5**0.5 - 1) / 2
 # a share of the hull that is as good as none
 _DROPPED = 1e-12
+# documents past the cut that may fill the tokens that are left
+_FILL = 4096
+# entries of all masks of a pool that is enumerated
+_ENUMERATED = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -57,121 +62,146 @@ class CertifiedOptions:
             raise ValueError(f"passes ({self.passes}) must be positive and moves ({self.moves}) not negative")
 
 
+@dataclass(frozen=True)
+class Start:
+    """Where the relaxation starts: the uniform weights, as a point with its mean of linear. `feasible` where they give
+    each group what it is to get, so that they are a point of the hull."""
+
+    point: np.ndarray = field(repr=False)
+    linear: float
+    feasible: bool
+
+
+def uniform_start(passes: Passes, means: dict[str, np.ndarray], linear: float) -> Start:
+    """The uniform weights of a pool with these means of its features and this mean of linear."""
+    size, given = passes.amount, passes.given_size
+    pieces = [np.zeros(0)]
+    for name, _, scale in passes.features:
+        total = size * means[name] + (given * passes.given.mean if passes.given is not None else 0.0)
+        pieces.append(scale * total / (size + given))
+    return Start(
+        np.concatenate(pieces),
+        (size * linear + given * passes.given_linear) / (size + given),
+        not passes.tokens and len(passes.amounts) == 1,
+    )
+
+
 @dataclass(eq=False)
 class Relaxation:
     """The state of the relaxation in search precision.
 
-    weights: m, float64[N]; v: float64[d]; scores: s_i(v), float64[N]; bound and point: the least upper bound so far
-    and where it was taken; value: f(m); best and best_value: the best integer mask met on the way, ascending positions;
-    passes: reads of the embeddings in units of the whole pool.
+    point: p(m); value: f(m); bound and bound_point: the least upper bound so far and where it was taken; best_value: f
+    of the best integer mask met, which the parts hold as `best`; optimum: f of the best mask of all, in float64, where
+    they were enumerated; cut: that of the scores the parts hold; history: (point, score and tie of the cut) of every
+    pass, from which any part finds its vertices again.
     """
 
-    weights: np.ndarray
-    v: np.ndarray
-    scores: np.ndarray
-    bound: float
     point: np.ndarray
     value: float
-    best: np.ndarray
-    best_value: float
-    passes: float = 0.0
+    bound: float
+    bound_point: np.ndarray
+    best_value: float = -np.inf
+    optimum: float | None = None
+    cut: Cut | None = None
     trajectory: list[dict[str, Any]] = field(default_factory=list)
+    history: list[tuple[np.ndarray, Cut]] = field(default_factory=list)
+
+    def improve(self, passes: Passes, vertex: Vertex) -> None:
+        if vertex.value > self.best_value:
+            self.best_value = vertex.value
+            passes.keep()
 
 
-def relax(
-    pool: Pool,
-    budget: int,
-    options: CertifiedOptions,
-    *,
-    accelerator: Accelerator,
-    progress: Progress | None = None,
-) -> Relaxation:
-    """Maximise the relaxation; 1 ≤ budget ≤ N.
+def relax(passes: Passes, start: Start, options: CertifiedOptions, progress: Progress | None = None) -> Relaxation:
+    """Maximise the relaxation; something is to be chosen.
 
     Ends once a vertex is within options.gap of the bound, or the relaxation within a hundredth of that, or after
-    options.passes passes.
+    options.passes passes. The parts are left with the weights in `base` and the scores at the last point.
     """
-    linear, beta = pool.linear, pool.beta
-    dots = _dots_on(pool, accelerator)
-    state = Relaxation(
-        weights=np.full(pool.n, budget / pool.n),
-        v=pool.mean,
-        scores=np.zeros(0),
-        bound=np.inf,
-        point=pool.mean,
-        value=float(linear.mean() - beta * (pool.mean @ pool.mean)),
-        best=np.zeros(0, np.int64),
-        best_value=-np.inf,
-    )
-    hull = _Hull(state.v, float(linear.mean()))
-    vertex, total = np.zeros(0, np.int64), np.zeros(pool.vectors.shape[1])
-    full_passes, rounds, note = 0, 0, "frank_wolfe"
+    state = Relaxation(start.point, start.linear - float(start.point @ start.point), np.inf, start.point)
+    hull = _Hull(passes.size)
+    if start.feasible:
+        hull.start(start.point, start.linear)
+        share = passes.amount / passes.n
+        for _, part in passes.each():
+            part.base[:] = share
+    if _is_enumerable(passes):
+        state.optimum = _enumerate(passes, state)
+        _log(state, options, "enumerated", progress)
+    full, rounds, note = 0, 0, "frank_wolfe"
     while True:
-        state.scores = linear - 2.0 * beta * dots(state.v)
-        previous, vertex = vertex, top_s(state.scores, budget)
-        total, moved = _move_total(pool, total, previous, vertex)
-        state.passes += 1.0 + moved / pool.n
-        full_passes += 1
-        mean, quality = total / budget, float(linear[vertex].mean())
-        bound = float(beta * (state.v @ state.v) + state.scores[vertex].mean())
+        passes.score(state.point)
+        state.cut = passes.cut(lambda part: part.scores, passes.amounts)
+        vertex = passes.take(state.cut)
+        full += 1
+        state.history.append((state.point, state.cut))
+        bound = vertex.bound(state.point)
         if bound < state.bound:
-            state.bound, state.point = bound, state.v
-        value = float(quality - beta * (mean @ mean))
-        if value > state.best_value:
-            state.best, state.best_value = vertex, value
+            state.bound, state.bound_point = bound, state.point
+        state.improve(passes, vertex)
         _log(state, options, note, progress)
         # search precision is float32: below its noise no step means anything
-        noise = 1e-7 * beta * float(state.v @ state.v)
+        noise = 1e-7 * float(state.point @ state.point)
         gap = max(state.bound - state.value, noise)
         if (
-            full_passes >= options.passes
+            full >= options.passes
             or state.bound - state.best_value <= options.gap
-            or gap <= max(0.01 * options.gap, noise)
+            or (hull.slots and gap <= max(0.01 * options.gap, noise))
         ):
             break
-        if full_passes < _FRANK_WOLFE or _is_crowded(pool, budget, state, gap):
+        if full < _FRANK_WOLFE or passes.tokens or _is_crowded(passes, state.cut, gap):
             note = "frank_wolfe"
-            hull.add(vertex, mean, quality)
-            hull.correct(beta)
-            state.v = hull.mean()
-            state.value = float(hull.quality() - beta * (state.v @ state.v))
+            if len(hull.slots) == MEMORY:
+                # all vertices into one point, so that there is room for more
+                hull.collapse(passes)
+            hull.add(passes, vertex)
+            hull.correct()
+            state.point = hull.point()
+            state.value = hull.linear() - float(state.point @ state.point)
         elif rounds < _ROUNDS:
             note = "screened"
             rounds += 1
-            state.weights = hull.weights(state.weights)
-            _solve_screened(pool, budget, state, gap)
-            state.value = float(linear @ state.weights / budget - beta * (state.v @ state.v))
-            hull = _Hull(state.v, float(linear @ state.weights / budget))
+            hull.collapse(passes)
+            state.point, linear = _solve_screened(passes, state.cut, gap)
+            state.value = linear - float(state.point @ state.point)
+            hull.start(state.point, linear)
         else:
             break
-    state.weights = hull.weights(state.weights)
+    hull.collapse(passes)
     return state
 
 
 class _Hull:
-    """The points whose convex combination the relaxation stands at: its start, and the vertices still in use.
+    """The points whose convex combination the relaxation stands at: its start, whose weights the parts hold as `base`,
+    and the vertices still in use, which they hold in numbered slots.
 
     `correct` moves to the best combination of them all (fully corrective Frank–Wolfe, exact line search being the case
     of two), which saves passes: a few small dot products against one over the whole pool.
     """
 
-    def __init__(self, mean: np.ndarray, quality: float) -> None:
-        self._means = mean[None, :]
-        self._qualities = np.array([quality])
-        self._shares = np.ones(1)
-        # the start is not a vertex
-        self._vertices: list[np.ndarray | None] = [None]
+    def __init__(self, size: int) -> None:
+        self._points = np.zeros((0, size))
+        self._linears = np.zeros(0)
+        self._shares = np.zeros(0)
+        # −1 is the start
+        self.slots: list[int] = []
 
-    def add(self, vertex: np.ndarray, mean: np.ndarray, quality: float) -> None:
-        self._means = np.vstack([self._means, mean])
-        self._qualities = np.append(self._qualities, quality)
-        self._shares = np.append(self._shares, 0.0)
-        self._vertices.append(vertex)
+    def start(self, point: np.ndarray, linear: float) -> None:
+        self._points, self._linears = point[None, :], np.array([linear])
+        self._shares, self.slots = np.ones(1), [-1]
 
-    def correct(self, beta: float) -> None:
-        """Maximise Σ a_k q_k − β‖Σ a_k c_k‖² over shares a ≥ 0, Σa = 1, by the active-set method of Wolfe's
+    def add(self, passes: Passes, vertex: Vertex) -> None:
+        slot = next(s for s in range(MEMORY) if s not in self.slots)
+        passes.remember(slot)
+        self._points = np.vstack([self._points, vertex.point])
+        self._linears = np.append(self._linears, vertex.linear)
+        self._shares = np.append(self._shares, 0.0 if self.slots else 1.0)
+        self.slots.append(slot)
+
+    def correct(self) -> None:
+        """Maximise Σ a_k q_k − ‖Σ a_k c_k‖² over shares a ≥ 0, Σa = 1, by the active-set method of Wolfe's
         minimum-norm-point algorithm: solve without the signs, walk there until a share is 0, drop it, repeat."""
-        gram = 2.0 * beta * (self._means @ self._means.T)
+        gram = 2.0 * (self._points @ self._points.T)
         # affinely dependent points leave a direction without curvature; this much lets the walk find its end
         gram[np.diag_indices_from(gram)] += 1e-10 * max(float(gram.diagonal().max()), 1e-300)
         shares = self._shares
@@ -180,7 +210,7 @@ class _Hull:
             system = np.ones((used.size + 1, used.size + 1))
             system[:-1, :-1] = gram[np.ix_(used, used)]
             system[-1, -1] = 0.0
-            wanted = np.linalg.solve(system, np.append(self._qualities[used], 1.0))[:-1]
+            wanted = np.linalg.solve(system, np.append(self._linears[used], 1.0))[:-1]
             falling = wanted <= _DROPPED
             if not falling.any():
                 break
@@ -195,112 +225,162 @@ class _Hull:
                 wanted = np.ones(1)
                 break
         self._shares = wanted / wanted.sum()
-        self._means, self._qualities = self._means[used], self._qualities[used]
-        self._vertices = [self._vertices[k] for k in used.tolist()]
+        self._points, self._linears = self._points[used], self._linears[used]
+        self.slots = [self.slots[k] for k in used.tolist()]
 
-    def mean(self) -> np.ndarray:
-        return self._shares @ self._means
+    def point(self) -> np.ndarray:
+        return self._shares @ self._points
 
-    def quality(self) -> float:
-        return float(self._shares @ self._qualities)
+    def linear(self) -> float:
+        return float(self._shares @ self._linears)
 
-    def weights(self, start: np.ndarray) -> np.ndarray:
-        """float64[N]: m, where `start` are the weights of the point that is not a vertex."""
-        weights = np.zeros(start.size)
-        for share, vertex in zip(self._shares.tolist(), self._vertices, strict=True):
-            if vertex is None:
-                weights += share * start
-            else:
-                weights[vertex] += share
-        return weights
+    def collapse(self, passes: Passes) -> None:
+        """Make where the hull stands its start."""
+        shares = dict(zip(self.slots, self._shares.tolist(), strict=True))
+        passes.collapse(shares.pop(-1, 0.0), shares)
+        if self.slots:
+            self.start(self.point(), self.linear())
 
 
 def round_and_polish(
-    pool: Pool, budget: int, state: Relaxation, options: CertifiedOptions, progress: Progress | None = None
-) -> np.ndarray:
-    """int64[S], ascending: the best of the vertices met, the rounded relaxation, and swaps from there."""
-    linear, beta = pool.linear, pool.beta
-    if state.bound - state.best_value <= options.gap:
-        return state.best
-    spread = float(np.ptp(state.scores))
+    passes: Passes, state: Relaxation, options: CertifiedOptions, progress: Progress | None = None
+) -> None:
+    """Leave the parts' `best` as the best of the vertices met, the rounded relaxation, and swaps from there."""
+    if state.bound - state.best_value <= options.gap or state.optimum is not None:
+        return
+    low, high = np.inf, -np.inf
+    for _, part in passes.each():
+        low, high = min(low, part.scores.min(initial=np.inf)), max(high, part.scores.max(initial=-np.inf))
     # equal weights are ordered by score
-    rounded = top_s(state.weights + (state.scores * (1e-9 / spread) if spread else 0.0), budget)
-    mean = _total(pool, rounded) / budget
-    value = float(linear[rounded].mean() - beta * (mean @ mean))
-    state.passes += budget / pool.n
-    if value > state.best_value:
-        state.best, state.best_value = rounded, value
+    tilt = 1e-9 / (high - low) if high > low else 0.0
+
+    def keys(part: Part) -> np.ndarray:
+        return part.base + tilt * part.scores
+
+    vertex = passes.take(passes.cut(keys, passes.amounts), keys)
+    state.improve(passes, vertex)
     _log(state, options, "rounded", progress)
+    if passes.tokens:
+        state.improve(passes, _fill(passes, keys))
+        _log(state, options, "filled", progress)
+        return
     # what all moves together can gain is of the order of 4β/S² each
-    if options.moves * 4.0 * beta / budget**2 < 0.1 * options.gap:
-        return state.best
-    state.best = _swap(pool, state, budget, options.moves)
-    mean = _total(pool, state.best) / budget
-    state.best_value = float(linear[state.best].mean() - beta * (mean @ mean))
-    state.passes += min(2 * _SWAP_CANDIDATES, pool.n) / pool.n
-    _log(state, options, "swapped", progress)
-    return state.best
+    if options.moves * 4.0 * passes.beta / max(passes.amount, 1) ** 2 >= 0.1 * options.gap:
+        passes.restore()
+        state.improve(passes, _swap(passes, options.moves))
+        _log(state, options, "swapped", progress)
 
 
-def _undecided(pool: Pool, budget: int, state: Relaxation, gap: float) -> tuple[np.ndarray, np.ndarray]:
-    """(positions whose weight the gap leaves open, positions whose weight is 1 in every optimum)."""
-    threshold = np.partition(state.scores, pool.n - budget)[pool.n - budget]
-    radius = 4.0 * np.sqrt(pool.beta * gap)
-    free = np.flatnonzero(np.abs(state.scores - threshold) <= radius)
-    return free, np.flatnonzero(state.scores > threshold + radius)
+def _fill(passes: Passes, keys: Callable[[Part], np.ndarray]) -> Vertex:
+    """Members and, in the order of their keys, the documents that still fit into what their group is to get."""
+    held = np.zeros(len(passes.amounts), np.int64)
+    out = 0
+    for _, part in passes.each():
+        groups = np.zeros(part.member.size, np.int64) if part.groups is None else part.groups
+        assert part.costs is not None
+        np.add.at(held, groups[part.member], part.costs[part.member])
+        out += int(np.count_nonzero(~part.member))
+    documents = _best(passes, lambda part: np.where(part.member, -np.inf, keys(part)), min(_FILL, out))
+    room = np.array(passes.amounts) - held
+    come = np.zeros(len(documents), bool)
+    for k in np.lexsort((documents.ties, -documents.keys)).tolist():
+        if documents.costs[k] <= room[documents.groups[k]]:
+            come[k] = True
+            room[documents.groups[k]] -= documents.costs[k]
+    return passes.exchange(documents, come, np.zeros_like(come))
 
 
-def _is_crowded(pool: Pool, budget: int, state: Relaxation, gap: float) -> bool:
-    """Whether a copy of the undecided documents' vectors would cost real memory."""
-    if pool.vectors.size <= _SMALL:
-        return False
-    return 4 * _undecided(pool, budget, state, gap)[0].size > pool.n
+def _best(passes: Passes, keys: Callable[[Part], np.ndarray], size: int) -> Gathered:
+    """The `size` documents with the best keys, whatever their group."""
+    at = passes.cut(keys, [size], plain=True)
+    return passes.gather(lambda part: at.whole(part.scored(keys(part), plain=True)), keys)
 
 
-def _solve_screened(pool: Pool, budget: int, state: Relaxation, gap: float) -> None:
-    """Accelerated projected gradient (FISTA with gradient restart) over the documents the gap leaves undecided."""
-    beta = pool.beta
-    free, fixed = _undecided(pool, budget, state, gap)
-    rows = pool.vectors if free.size == pool.n else pool.vectors[free]
-    base = _total(pool, fixed)
-    room = float(budget - fixed.size)
-    # minimise ½‖base + Σ m_i ẑ_i‖² − (S/2β) Σ m_i l_i, which is −f up to a factor
-    pull = pool.linear[free] * (budget / (2.0 * beta))
-    steepest = _largest_eigenvalue(rows)
+def _away(passes: Passes, part: Part, at: Cut) -> np.ndarray:
+    """Each document's score above its group's cut."""
+    return part.scores - (at.score[0] if part.groups is None else at.score[part.groups])
+
+
+def _radius(passes: Passes, gap: float) -> float:
+    return 4.0 * math.sqrt(passes.beta * gap)
+
+
+def _is_crowded(passes: Passes, at: Cut, gap: float) -> bool:
+    """Whether the undecided documents' vectors are too many to gather."""
+    radius = _radius(passes, gap)
+    return passes.count(lambda part: np.abs(_away(passes, part, at)) <= radius) * passes.d > _GATHERED
+
+
+def _solve_screened(passes: Passes, at: Cut, gap: float) -> tuple[np.ndarray, float]:
+    """Accelerated projected gradient (FISTA with gradient restart) over the documents the gap leaves undecided.
+
+    Leaves the weights in `base` and returns (their point, their mean of linear).
+    """
+    radius = _radius(passes, gap)
+    free = passes.gather(lambda part: np.abs(_away(passes, part, at)) <= radius)
+    fixed = passes.hold(lambda part: _away(passes, part, at) > radius)
+    everything = passes.amount + passes.given_size
+    room = np.array(passes.amounts, np.float64) - fixed.held
+    by_group = [np.flatnonzero(free.groups == g) for g in range(len(room))]
+
+    def project(point: np.ndarray) -> np.ndarray:
+        projected = np.empty_like(point)
+        for rows, left in zip(by_group, room.tolist(), strict=True):
+            projected[rows] = _project(point[rows], left) if rows.size else 0.0
+        return projected
+
+    # minimise everything²/2·(‖p‖² − linear), whose slope in x_i is φ_i·(everything·p) − everything·l_i/2
+    pull = 0.5 * everything * free.linear
+    steepest = _largest_eigenvalue(passes, free.unit)
     # at most a few whole passes' worth of work before the next certificate
-    inner = int(np.clip(12 * pool.n / free.size, 10, _INNER))
-    x = _project(state.weights[free], room)
+    inner = int(np.clip(12 * passes.n / max(len(free), 1), 10, _INNER))
+    x = project(free.base)
     y, momentum = x, 1.0
     for _ in range(inner):
-        total = base + y.astype(np.float32) @ rows
-        slope = rows @ total.astype(np.float32) - pull
-        moved = _project(y - slope / steepest, room)
+        total = fixed.point + _features(passes, free.unit, y)
+        moved = project(y - (_products(passes, free.unit, total) - pull) / steepest)
         if (y - moved) @ (moved - x) > 0:
             momentum = 1.0
-        following = 0.5 * (1.0 + np.sqrt(1.0 + 4.0 * momentum * momentum))
+        following = 0.5 * (1.0 + math.sqrt(1.0 + 4.0 * momentum * momentum))
         y = moved + (momentum - 1.0) / following * (moved - x)
         x, momentum = moved, following
-    state.passes += (2 * inner + 2) * free.size / pool.n + fixed.size / pool.n
-    state.weights = np.zeros(pool.n)
-    state.weights[fixed] = 1.0
-    state.weights[free] = x
-    for part in map_blocks(lambda a, b: np.einsum("i,ij->j", x[a:b], rows[a:b]), free.size):
-        base += part
-    state.v = base / budget
+    passes.reads += (2 * inner + 2) * len(free)
+    for number, part in passes.each():
+        part.base[:] = _away(passes, part, at) > radius
+        here = free.part == number
+        part.base[free.row[here]] = x[here]
+    point = fixed.point.copy()
+    for a in range(0, len(free), _FILL):
+        point += _features(passes, free.unit[a : a + _FILL].astype(np.float64), x[a : a + _FILL])
+    return point / everything, (fixed.linear + float(x @ free.linear)) / everything
 
 
-def _largest_eigenvalue(rows: np.ndarray) -> float:
-    """A little more than the largest eigenvalue of rowsᵀ·rows, by power iteration; rows: float32[k, d]."""
-    direction = rows.sum(axis=0, dtype=np.float64) + rows[0]
+def _features(passes: Passes, unit: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Σ x_i φ_i, scaled: float64[size of a point]."""
+    pieces = [scale * feature.total(unit, x) for _, feature, scale in passes.features]
+    return np.concatenate(pieces) if pieces else np.zeros(0)
+
+
+def _products(passes: Passes, unit: np.ndarray, point: np.ndarray) -> np.ndarray:
+    """φ_i·point, scaled: float64[k]."""
+    found = np.zeros(len(unit))
+    for feature, scale, piece in passes.pieces(point):
+        found += scale * feature.products(unit, piece)
+    return found
+
+
+def _largest_eigenvalue(passes: Passes, unit: np.ndarray) -> float:
+    """A little more than the largest eigenvalue of Σ φ_i φ_iᵀ, by power iteration."""
+    direction = _features(passes, unit, np.ones(len(unit)))
     size = 0.0
     for _ in range(15):
         norm = float(np.linalg.norm(direction))
         if not norm:
             break
-        direction = ((rows @ (direction / norm).astype(np.float32)) @ rows).astype(np.float64)
+        direction = _features(passes, unit, _products(passes, unit, direction / norm))
         size = float(np.linalg.norm(direction))
-    # every row is a unit vector, so the largest eigenvalue is at least 1
-    return 1.1 * max(size, 1.0)
+    # every feature has length √β, so the largest eigenvalue is at least β
+    return 1.1 * max(size, passes.beta)
 
 
 def _project(point: np.ndarray, room: float) -> np.ndarray:
@@ -320,94 +400,100 @@ def _project(point: np.ndarray, room: float) -> np.ndarray:
     return np.clip(point - shift, 0.0, 1.0)
 
 
-def _swap(pool: Pool, state: Relaxation, budget: int, moves: int) -> np.ndarray:
-    """Swap one document in for one out, the best pair first, among those nearest to the cut.
+def _swap(passes: Passes, moves: int) -> Vertex:
+    """Swap one document in for one of its group out, the best pair first, among those nearest to the cut.
 
     Goes on past a local optimum for as long as `moves` lasts, with a tabu on documents just moved, and returns the
-    best mask met: never one worse than state.best.
+    best mask met: never one worse than the members.
     """
-    beta = pool.beta
-    inside = np.zeros(pool.n, bool)
-    inside[state.best] = True
-    # the documents that cost least to lose and those that would bring most, by the relaxation's scores
-    start = np.concatenate(
-        [
-            side[top_s(sign * state.scores[side], min(side.size, _SWAP_CANDIDATES))]
-            for side, sign in ((np.flatnonzero(inside), -1.0), (np.flatnonzero(~inside), 1.0))
-        ]
-    )
-    if start.size == 0 or inside[start].all() or not inside[start].any():
-        return state.best
-    rows = pool.rows(start)
-    gram = np.concatenate(map_blocks(lambda a, b: rows[a:b] @ rows.T, start.size, block=256))
-    total = _total(pool, state.best)
-    # S²·f changes by gain_j − gain_i − 2β(1 − ẑ_i·ẑ_j) when j comes in for i
-    gain = budget * pool.linear[start] - 2.0 * beta * (rows @ total)
-    held = inside[start]
+    inside = passes.count(lambda part: part.member)
+    sides = [
+        _best(
+            passes, lambda part, sign=sign, held=held: np.where(part.member == held, sign * part.scores, -np.inf), size
+        )
+        for sign, held, size in (
+            (-1.0, True, min(inside, _SWAP_CANDIDATES)),
+            (1.0, False, min(passes.n - inside, _SWAP_CANDIDATES)),
+        )
+    ]
+    documents = sides[0].joined(sides[1])
+    held = documents.inside
+    if held.all() or not held.any():
+        return passes.exchange(documents, np.zeros_like(held), np.zeros_like(held))
+    rows = documents.unit.astype(np.float64)
+    cosines = rows @ rows.T
+    gram = sum(scale * scale * feature.gram(cosines) for _, feature, scale in passes.features) + np.zeros_like(cosines)
+    everything = passes.amount + passes.given_size
+    now = passes.exchange(documents, np.zeros_like(held), np.zeros_like(held))
+    # everything²·f changes by gain_j − gain_i − 2(β − φ_i·φ_j) when j comes in for i
+    gain = everything * documents.linear - 2.0 * everything * _products(passes, rows, now.point)
     # a tabu that held a whole side would leave no move, and one of constant length goes round in circles
     longest = min(_TABU, int(min(held.sum(), (~held).sum())) - 1)
     tenures = np.rint(longest * ((np.arange(moves) * _GOLDEN) % 1.0)).astype(np.int64)
-    free_at = np.zeros(start.size, np.int64)
-    change, best_change, best_held = 0.0, 0.0, held.copy()
+    free_at = np.zeros(len(documents), np.int64)
+    change, best_change, start, best = 0.0, 0.0, held, held.copy()
+    held = held.copy()
     for move in range(moves):
         ready = free_at <= move
-        leaving = np.flatnonzero(held & ready)
-        coming = np.flatnonzero(~held & ready)
-        leaving = leaving[top_s(-gain[leaving], min(leaving.size, _COMPARED))]
-        coming = coming[top_s(gain[coming], min(coming.size, _COMPARED))]
-        deltas = gain[coming][None, :] - gain[leaving][:, None] - 2.0 * beta * (1.0 - gram[np.ix_(leaving, coming)])
+        leaving, coming = np.flatnonzero(held & ready), np.flatnonzero(~held & ready)
+        leaving = leaving[np.argsort(gain[leaving], kind="stable")[:_COMPARED]]
+        coming = coming[np.argsort(-gain[coming], kind="stable")[:_COMPARED]]
+        deltas = gain[coming][None, :] - gain[leaving][:, None] - 2.0 * (passes.beta - gram[np.ix_(leaving, coming)])
+        deltas[documents.groups[leaving][:, None] != documents.groups[coming][None, :]] = -np.inf
         i, j = divmod(int(deltas.argmax()), coming.size)
+        if not np.isfinite(deltas[i, j]):
+            continue
         out, into = leaving[i], coming[j]
         change += float(deltas[i, j])
-        gain -= 2.0 * beta * (gram[into] - gram[out])
+        gain -= 2.0 * (gram[into] - gram[out])
         held[out], held[into] = False, True
         free_at[[out, into]] = move + 1 + tenures[move]
         if change > best_change + 1e-12:
-            best_change, best_held = change, held.copy()
-    inside[start] = best_held
-    return np.flatnonzero(inside)
+            best_change, best = change, held.copy()
+    return passes.exchange(documents, best & ~start, start & ~best)
 
 
-def _move_total(pool: Pool, total: np.ndarray, previous: np.ndarray, vertex: np.ndarray) -> tuple[np.ndarray, int]:
-    """(The vertex's sum of ẑ, from the previous vertex's where they share most documents; rows read)."""
-    come = np.setdiff1d(vertex, previous, assume_unique=True)
-    if 2 * come.size >= vertex.size:
-        return _total(pool, vertex), vertex.size
-    gone = np.setdiff1d(previous, vertex, assume_unique=True)
-    return total + _total(pool, come) - _total(pool, gone), come.size + gone.size
+def _is_enumerable(passes: Passes) -> bool:
+    """Whether all masks of the pool can be looked at."""
+    if passes.tokens or len(passes.amounts) > 1 or passes.n > 1 << 10:
+        return False
+    return math.comb(passes.n, passes.amount) * passes.n <= _ENUMERATED
 
 
-def _total(pool: Pool, positions: np.ndarray) -> np.ndarray:
-    """float64[d]: the sum of the search vectors at these positions."""
-    total = np.zeros(pool.vectors.shape[1])
-    for part in map_blocks(lambda a, b: pool.vectors[positions[a:b]].sum(axis=0, dtype=np.float64), positions.size):
-        total += part
-    return total
-
-
-def _dots_on(pool: Pool, accelerator: Accelerator) -> Dots:
-    """ẑ·v for all documents, on the device that the accelerator names."""
-    if not accelerator.is_cuda:
-        return lambda v: search_dots(pool, v)
-    import torch
-
-    vectors = torch.from_numpy(pool.vectors).to(accelerator.device)
-
-    def dots(v: np.ndarray) -> np.ndarray:
-        narrow = torch.from_numpy(v.astype(np.float32)).to(accelerator.device)
-        return (vectors @ narrow).cpu().numpy()
-
-    return dots
+def _enumerate(passes: Passes, state: Relaxation) -> float:
+    """f of the best mask of all, in float64, having made it the best."""
+    documents = passes.gather(lambda part: np.ones(part.member.size, bool))
+    rows = np.empty((len(documents), passes.d))
+    for number, part in passes.each():
+        here = documents.part == number
+        rows[here] = part.vectors.double(documents.row[here])
+    size, everything = passes.amount, passes.amount + passes.given_size
+    cosines = rows @ rows.T
+    gram = sum(scale * scale * feature.gram(cosines) for _, feature, scale in passes.features) + np.zeros_like(cosines)
+    linear = documents.linear.copy()
+    constant = passes.given_size * passes.given_linear
+    if passes.given is not None:
+        linear -= 2.0 * passes.beta * passes.given_size * (rows @ passes.given.mean) / everything
+        constant -= passes.beta * passes.given_size**2 * float(passes.given.mean @ passes.given.mean) / everything
+    best, best_value = np.zeros(len(documents), bool), -np.inf
+    every = combinations(range(len(documents)), size)
+    while some := list(islice(every, 4096)):
+        masks = np.zeros((len(some), len(documents)))
+        masks[np.arange(len(some))[:, None], np.array(some, np.int64).reshape(len(some), size)] = 1.0
+        values = masks @ linear - np.einsum("mi,mi->m", masks @ gram, masks) / everything
+        k = int(values.argmax())
+        if values[k] > best_value:
+            best_value, best = float(values[k]), masks[k].astype(bool)
+    held = documents.inside
+    state.improve(passes, passes.exchange(documents, best & ~held, held & ~best))
+    return (constant + best_value) / everything
 
 
 def _log(state: Relaxation, options: CertifiedOptions, note: str, progress: Progress | None) -> None:
     step = len(state.trajectory) + 1
-    entry = {
-        "step": step,
-        "value": state.best_value,
-        "bound": state.bound,
-        "note": note,
-    }
+    entry = {"step": step, "value": state.best_value, "bound": state.bound, "note": note}
+    if not np.isfinite(state.bound):
+        del entry["bound"]
     state.trajectory.append(entry)
     if progress is not None:
         progress(step, options.passes, entry)

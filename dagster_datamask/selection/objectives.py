@@ -1,15 +1,14 @@
 """What is maximised: a set function of the selected documents, with its scales.
 
-Here: the joint objective of quality and pair-wise similarity, and the pool a solver sees, which is the objective with
-its scales resolved and its rows in canonical order. Not here: how to maximise it (the solvers) and what a mask is
-worth to the last digit (`certificates`).
+Here: the joint objective (quality, diversity, further scores) and the pool a solver sees, which is the objective with
+its scales resolved and its rows checked. Not here: how to maximise it (the solvers), what one diversity metric is
+(`vectors`, `facility_location`, `disf`) and what a mask is worth to the last digit (`certificates`).
 """
 
 import os
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeVar
 
@@ -20,13 +19,15 @@ from dagster_datamask import keyed
 T = TypeVar("T")
 
 SCALES = ("minmax", "per_pool", "zscore", "raw")
+# DataMask's pair-wise similarity, facility location, DiSF as its authors define it, and DiSF's second moment
+METRICS = ("pws", "facility_location", "disf", "disf_second_moment")
+# those for which the relaxed problem is concave, so that a bound comes with every pass
+CONCAVE = ("pws", "disf_second_moment")
 
-# rows that are summed in one go, and rows that stay in cache while they are gathered, normalised and summed
 _BLOCK = 128
-_CACHED = 64
 _SHOWN = 5
 # below this the scores of a "varying" direction are rounding noise
-_CONSTANT = 1e-12
+CONSTANT = 1e-12
 
 
 class BadInput(ValueError):
@@ -39,10 +40,10 @@ def map_blocks(work: Callable[[int, int], T], n: int, block: int = _BLOCK) -> li
     The blocks depend on n alone, so a sum taken over the results in order has the same bits on any number of cores.
     """
     starts = range(0, n, block)
-    # a few hundred rows take less time than it takes to start a thread
-    if len(starts) <= 8:
-        return [work(a, min(a + block, n)) for a in starts]
     workers = min(len(os.sched_getaffinity(0)), 8)
+    # a few hundred rows take less time than it takes to start a thread
+    if n <= 1024 or len(starts) < 2 or workers == 1:
+        return [work(a, min(a + block, n)) for a in starts]
     # a few pieces a worker, so that none waits long for the last one
     chunk = block * max(1, len(starts) // (4 * workers))
     with ThreadPoolExecutor(workers) as threads:
@@ -54,26 +55,57 @@ def map_blocks(work: Callable[[int, int], T], n: int, block: int = _BLOCK) -> li
 
 
 @dataclass(frozen=True, eq=False)
+class Score:
+    """A further score of every document, of which the objective takes `weight` times the scaled mean: an influence, a
+    domain's share, whatever is to be had more of (or less, with a negative weight).
+
+    values: float64[N], finite; constants: (lo, hi) for scale "minmax", which has to have them.
+    """
+
+    values: np.ndarray = field(repr=False)
+    weight: float
+    constants: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What is chosen already, beside which the pool's mask is chosen: `size` documents (or tokens) with the mean of ẑ
+    `mean` float64[d] and the scaled mean quality `quality`. The objective is that of the union."""
+
+    size: int
+    mean: np.ndarray = field(repr=False)
+    quality: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
 class QualityDiversity:
-    """f(U) = λ·quality(U) + (1−λ)·diversity(U) over the N documents of one pool (DataMask, arXiv 2512.24265, Eq. 12).
+    """f(U) = λ·quality(U) + (1−λ)·diversity(U) + Σ weight·score(U) over the N documents of one pool (DataMask,
+    arXiv 2512.24265, Eq. 12; further metrics enter the same way).
 
-    quality(U) is the mean scaled score; diversity(U) = −‖mean of ẑ over U‖², the negated mean pair-wise cosine, where
-    ẑ is the stored vector divided by its own norm in float64.
+    quality(U) is the mean scaled score. diversity(U) = Σ weight·metric(U) over `diversity`:
 
-    embeddings: float16, float32 or float64 [N, d], finite and not zero; quality: float64 [N], or None where lam is 0;
+    - "pws": −‖mean of ẑ over U‖², the negated mean pair-wise cosine;
+    - "facility_location": (1/N) Σ_x max(0, max over u ∈ U of ẑ_x·ẑ_u);
+    - "disf": −10⁻⁴ Σ_{p≠q} C_pq² with C the correlations of U's feature columns (arXiv 2504.20644);
+    - "disf_second_moment": −‖mean of ẑẑᵀ over U‖_F², the variant of it with a certificate.
+
+    ẑ is the stored vector divided by its own norm in float64. Under a token budget every mean is weighted by tokens.
+
+    embeddings: float16, float32 or float64 [N, d], finite and not zero; quality: float64[N], or None where lam is 0;
     lam: λ in [0, 1]. `scale` turns scores into quality:
 
     - "minmax": (Q − lo)/(hi − lo) with the given `constants` (lo, hi), linear and not clipped, so that every pool,
       split and scope has the same objective;
     - "per_pool": the same with the pool's own least and greatest score;
-    - "zscore": each term divided by its standard deviation over the pool, sd(Q) and sd(2ẑ·z̄), the spread of the
-      diversity's linear scores at the pool's mean;
+    - "zscore": each term divided by its standard deviation over the pool, sd(Q) for a score and, for pws, sd(2ẑ·z̄),
+      the spread of the diversity's linear scores at the pool's mean; the other metrics have no such closed form;
     - "raw": Q as it is.
 
     A term that is constant over the pool scales to 0. λ = 0 ignores quality altogether: it may be missing or NaN.
+    `given` is what the mask is to be chosen beside (pws alone).
 
-    Raises ValueError for shapes, types, λ or a scale that do not fit together; what the values hold is checked when
-    the pool is prepared, where the ids are known.
+    Raises ValueError for shapes, types, weights, λ or a scale that do not fit together; what the values hold is checked
+    when the pool is prepared, where the ids are known.
     """
 
     embeddings: np.ndarray
@@ -81,6 +113,9 @@ class QualityDiversity:
     lam: float
     scale: str = "minmax"
     constants: tuple[float, float] | None = None
+    diversity: Mapping[str, float] = field(default_factory=lambda: {"pws": 1.0})
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    given: Given | None = None
 
     def __post_init__(self) -> None:
         z = self.embeddings
@@ -88,172 +123,87 @@ class QualityDiversity:
             raise ValueError(f"embeddings must be float16, float32 or float64 [N, d], not {z.dtype} {list(z.shape)}")
         if z.shape[0] and not z.shape[1]:
             raise ValueError("embeddings have no dimensions (d = 0)")
-        if not 0 <= self.lam <= 1:
-            raise ValueError(f"λ must lie in [0, 1], not {self.lam}")
-        if self.scale not in SCALES:
-            raise ValueError(f"scale {self.scale!r} is none of: {', '.join(SCALES)}")
+        check_terms(self.lam, self.scale, self.constants, self.diversity)
         if self.quality is not None and self.quality.shape != z.shape[:1]:
             raise ValueError(f"{z.shape[0]} embeddings but quality of shape {list(self.quality.shape)}")
-        if self.lam > 0:
-            if self.quality is None:
-                raise ValueError(f"λ = {self.lam} weighs quality, and there is none; give scores or set λ to 0")
-            if self.scale == "minmax" and self.constants is None:
-                raise ValueError("scale 'minmax' needs its frozen constants (q_lo, q_hi); give them, or use 'per_pool'")
-        if self.constants is not None:
-            lo, hi = self.constants
-            if not (np.isfinite(lo) and np.isfinite(hi) and lo <= hi):
-                raise ValueError(f"constants (q_lo, q_hi) = ({lo}, {hi}) are not finite and in order")
-
-    def prepare(self, ids: Sequence[str]) -> "Pool":
-        """The pool in canonical order, normalised and scaled.
-
-        Costs one gather of the embeddings and a float32 copy of them. Raises BadInput naming the first documents
-        whose vector is not finite or is zero, whose score is not finite (λ > 0), or whose id is not unique.
-        """
-        n, d = self.embeddings.shape
-        order, ties = canonical_order(ids, n)
-        vectors = np.empty((n, d), np.float32)
-        inverse_norms = np.empty(n)
-
-        def normalise(start: int, stop: int) -> tuple[np.ndarray, int]:
-            size = min(_CACHED, stop - start)
-            stored = np.empty((size, d), self.embeddings.dtype)
-            rows, total, crc = np.empty((size, d)), np.zeros(d), 0
-            for a in range(start, stop, _CACHED):
-                b = min(a + _CACHED, stop)
-                # indices are in range; "raise" would gather into a second buffer first
-                np.take(self.embeddings, order[a:b], axis=0, out=stored[: b - a], mode="clip")
-                crc = zlib.crc32(stored[: b - a].data, crc)
-                rows[: b - a] = stored[: b - a]
-                wide, narrow = rows[: b - a], vectors[a:b]
-                with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                    inverse = 1.0 / np.sqrt(np.einsum("ij,ij->i", wide, wide))
-                    total += np.einsum("i,ij->j", inverse, wide)
-                    if stored.dtype == np.float64:
-                        # float32 may not hold what is stored, but always its direction
-                        wide *= inverse[:, None]
-                        narrow[:] = wide
-                    else:
-                        narrow[:] = wide
-                        narrow *= inverse.astype(np.float32)[:, None]
-                inverse_norms[a:b] = inverse
-            return total, crc
-
-        parts = map_blocks(normalise, n, block=16 * _CACHED)
-        # a NaN or an infinity gives NaN or 0 here, a zero vector infinity
-        self._check_vectors(ids, np.sort(order[~(np.isfinite(inverse_norms) & (inverse_norms > 0))]))
-        total = np.zeros(d)
-        for part, _ in parts:
-            total += part
-        checksum = keyed.digest(n, d, *(crc for _, crc in parts)).hex()
-        mean = total / n if n else total
-
-        quality, scaled = None, np.zeros(n)
-        if self.quality is not None:
-            given = np.asarray(self.quality, np.float64)
-            bad = np.flatnonzero(~np.isfinite(given))
-            if not bad.size:
-                quality = given[order]
-            elif self.lam > 0:
-                raise BadInput(
-                    f"{name_documents(ids, bad)}: the score is not finite; leave these out or score them again"
+        if self.lam > 0 and self.quality is None:
+            raise ValueError(f"λ = {self.lam} weighs quality, and there is none; give scores or set λ to 0")
+        for name, score in self.scores.items():
+            if score.values.shape != z.shape[:1]:
+                raise ValueError(f"{z.shape[0]} embeddings but score {name!r} of shape {list(score.values.shape)}")
+            if not np.isfinite(score.weight):
+                raise ValueError(f"the weight of score {name!r} is not finite: {score.weight}")
+            if self.scale == "minmax" and score.constants is None:
+                raise ValueError(f"scale 'minmax' needs the constants (lo, hi) of score {name!r}; or use 'per_pool'")
+            _check_constants(score.constants, f"score {name!r}")
+        if self.given is not None:
+            if {name for name, weight in self.diversity.items() if weight} - {"pws"} or self.scale == "zscore":
+                raise ValueError("what is given already is taken into account by pws alone, and not under 'zscore'")
+            if self.given.size < 0 or self.given.mean.shape != z.shape[1:]:
+                raise ValueError(
+                    f"given: {self.given.size} documents with a mean of shape {list(self.given.mean.shape)}, and the "
+                    f"embeddings have {z.shape[1]} dimensions"
                 )
-        offset, factor = self._quality_scale(quality)
-        if quality is not None:
-            scaled = (quality - offset) * factor
-        pool = Pool(
-            objective=self,
-            order=order,
-            ties=ties,
-            vectors=vectors,
-            inverse_norms=inverse_norms,
-            mean=mean,
-            quality=quality,
-            scaled=scaled,
-            diversity_scale=1.0,
-            checksum=checksum,
-        )
-        if self.scale != "zscore" or not n:
-            return pool
-        spread = float(np.std(2.0 * pool.dots(np.arange(n), mean)))
-        return replace(pool, diversity_scale=1.0 / spread if spread > _CONSTANT else 0.0)
 
-    def _quality_scale(self, quality: np.ndarray | None) -> tuple[float, float]:
-        """(offset, factor) with scaled = (Q − offset)·factor."""
-        if quality is None or not quality.size:
-            return 0.0, 0.0
-        lo, hi = float(quality.min()), float(quality.max())
-        if self.scale == "minmax" and self.constants is not None:
-            lo, hi = self.constants
-        # a constant score cannot tell documents apart, whatever its level
-        if hi == lo or (self.scale == "minmax" and self.constants is None):
-            return lo, 0.0
-        if self.scale == "raw":
-            return 0.0, 1.0
-        if self.scale == "zscore":
-            return 0.0, 1.0 / float(np.std(quality))
-        return lo, 1.0 / (hi - lo)
-
-    def _check_vectors(self, ids: Sequence[str], bad: np.ndarray) -> None:
-        if not bad.size:
-            return
-        zero = bad[[not self.embeddings[i].any() for i in bad]]
-        if zero.size:
-            raise BadInput(f"{name_documents(ids, zero)}: the embedding is zero and has no direction; leave these out")
-        raise BadInput(f"{name_documents(ids, bad)}: the embedding is not finite; embed these again or leave them out")
+    def scaled(self, values: np.ndarray, constants: tuple[float, float] | None) -> np.ndarray:
+        """float64[N]: scores on the objective's scale."""
+        if not values.size:
+            return values
+        lo, hi = float(values.min()), float(values.max())
+        spread = float(np.std(values)) if self.scale == "zscore" else 1.0
+        offset, factor = score_scale(self.scale, constants, lo, hi, spread)
+        return (values - offset) * factor
 
 
-@dataclass(frozen=True, eq=False)
-class Pool:
-    """An objective ready to be maximised, its N rows in canonical order (`canonical_order`): whatever the order of
-    the input, the solvers see the same arrays, and a lower position wins a tie.
+def check_terms(lam: float, scale: str, constants: tuple[float, float] | None, diversity: Mapping[str, float]) -> None:
+    """Raise ValueError for a λ, scale, constants or weights that make no objective."""
+    if not 0 <= lam <= 1:
+        raise ValueError(f"λ must lie in [0, 1], not {lam}")
+    if scale not in SCALES:
+        raise ValueError(f"scale {scale!r} is none of: {', '.join(SCALES)}")
+    unknown = [name for name in diversity if name not in METRICS]
+    if unknown:
+        raise ValueError(f"diversity metric {unknown[0]!r} is none of: {', '.join(METRICS)}")
+    for name, weight in diversity.items():
+        if not (np.isfinite(weight) and weight >= 0):
+            raise ValueError(f"the weight of {name} must be finite and not negative, not {weight}")
+        if weight and scale == "zscore" and name != "pws" and lam < 1:
+            raise ValueError(f"scale 'zscore' has a closed form for pws alone, not for {name}; use another scale")
+    if lam > 0 and scale == "minmax" and constants is None:
+        raise ValueError("scale 'minmax' needs its frozen constants (q_lo, q_hi); give them, or use 'per_pool'")
+    _check_constants(constants, "quality")
 
-    f(U) = mean of `linear` over U − `beta`·‖mean of ẑ over U‖².
 
-    order: int64[N], the input row at each position; ties: uint64[N], the tie hash; vectors: float32[N, d], ẑ for the
-    search; inverse_norms, mean (z̄, [d]), quality (raw, or None), scaled: float64; checksum: of the stored vectors.
-    """
+def _check_constants(constants: tuple[float, float] | None, what: str) -> None:
+    if constants is not None:
+        lo, hi = constants
+        if not (np.isfinite(lo) and np.isfinite(hi) and lo <= hi):
+            raise ValueError(f"constants (q_lo, q_hi) = ({lo}, {hi}) of {what} are not finite and in order")
 
-    objective: QualityDiversity
-    order: np.ndarray
-    ties: np.ndarray = field(repr=False)
-    vectors: np.ndarray = field(repr=False)
-    inverse_norms: np.ndarray = field(repr=False)
-    mean: np.ndarray = field(repr=False)
-    quality: np.ndarray | None = field(repr=False)
-    scaled: np.ndarray = field(repr=False)
-    diversity_scale: float
-    checksum: str
 
-    @property
-    def n(self) -> int:
-        return self.vectors.shape[0]
+def score_scale(
+    scale: str, constants: tuple[float, float] | None, lo: float, hi: float, spread: float
+) -> tuple[float, float]:
+    """(offset, factor) with scaled = (Q − offset)·factor, for a pool's least and greatest Q and their sd."""
+    if scale == "minmax" and constants is not None:
+        lo, hi = constants
+    # a constant score cannot tell documents apart, whatever its level
+    if hi == lo or (scale == "minmax" and constants is None):
+        return lo, 0.0
+    if scale == "raw":
+        return 0.0, 1.0
+    if scale == "zscore":
+        return 0.0, 1.0 / spread
+    return lo, 1.0 / (hi - lo)
 
-    @property
-    def linear(self) -> np.ndarray:
-        """float64[N]: λ·scaled quality."""
-        return self.objective.lam * self.scaled
 
-    @property
-    def beta(self) -> float:
-        """The weight of −‖mean ẑ‖²: (1−λ), over sd(2ẑ·z̄) where the scale is "zscore"."""
-        return (1.0 - self.objective.lam) * self.diversity_scale
-
-    def rows(self, positions: np.ndarray) -> np.ndarray:
-        """float64[k, d]: ẑ of the stored vectors at these positions."""
-        return self.objective.embeddings[self.order[positions]].astype(np.float64) * self.inverse_norms[positions, None]
-
-    def dots(self, positions: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """float64[k]: ẑ·v in float64 from the stored vectors."""
-        parts = map_blocks(lambda a, b: np.einsum("ij,j->i", self.rows(positions[a:b]), v), positions.size)
-        return np.concatenate(parts) if parts else np.zeros(0)
-
-    def total(self, positions: np.ndarray) -> np.ndarray:
-        """float64[d]: the sum of ẑ over these positions, in float64 from the stored vectors."""
-        total = np.zeros(self.vectors.shape[1])
-        for part in map_blocks(lambda a, b: self.rows(positions[a:b]).sum(axis=0), positions.size):
-            total += part
-        return total
+def finite_scores(ids: Sequence[str], values: np.ndarray, what: str) -> np.ndarray:
+    """float64[N]: the values. Raises BadInput naming the documents where they are not finite."""
+    values = np.asarray(values, np.float64)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size:
+        raise BadInput(f"{name_documents(ids, bad)}: the {what} is not finite; leave these out or score them again")
+    return values
 
 
 def canonical_order(ids: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:

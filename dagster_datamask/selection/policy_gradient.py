@@ -12,8 +12,11 @@ from typing import Any, Literal
 import numpy as np
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.objectives import Pool
-from dagster_datamask.selection.sampling import Draws, draws, top_s
+from dagster_datamask.selection.budgets import Budget
+from dagster_datamask.selection.disf import disf_group_values, second_moment_group_values
+from dagster_datamask.selection.facility_location import facility_location_group_values, facility_location_kernel
+from dagster_datamask.selection.pool import Pool
+from dagster_datamask.selection.sampling import Draws, draws
 
 Progress = Callable[[int, int, dict[str, Any]], None]
 
@@ -21,6 +24,7 @@ Progress = Callable[[int, int, dict[str, Any]], None]
 _SATURATED = 1e-6
 # how often the trajectory is written; each entry costs one pass over a tenth of the pool
 _ENTRIES = 50
+_WORTH_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -59,19 +63,19 @@ class PolicyGradientOptions:
             raise ValueError(f"final {self.final!r} is neither 'top' nor 'sampled'")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Learned:
-    """positions: int64[S] of the final mask; logits: float64[N]; passes: reads of the embeddings in units of the
-    whole pool; trajectory: one entry a logged step (`learn_mask`)."""
+    """rows: int64[S] of the final mask, ascending; logits: float64[N] by canonical position; passes: reads of the
+    embeddings in units of the whole pool; trajectory: one entry a logged step (`learn_mask`)."""
 
-    positions: np.ndarray
+    rows: np.ndarray
     logits: np.ndarray
     passes: float
     trajectory: list[dict[str, Any]]
 
 
 def initial_logits(pool: Pool, l_min: float, l_max: float) -> np.ndarray:
-    """float64[N]: (Q − q_min)/(q_max − q_min)·(l_max − l_min) + l_min over the pool (Eq. 13).
+    """float64[N] by canonical position: (Q − q_min)/(q_max − q_min)·(l_max − l_min) + l_min over the pool (Eq. 13).
 
     All l_min where quality says nothing: constant, or λ = 0.
     """
@@ -79,7 +83,7 @@ def initial_logits(pool: Pool, l_min: float, l_max: float) -> np.ndarray:
     if pool.objective.lam > 0 and pool.quality is not None and pool.n:
         spread = float(np.ptp(pool.quality))
         if spread > 0:
-            start += (pool.quality - pool.quality.min()) / spread * (l_max - l_min)
+            start += (pool.canonical(pool.quality) - pool.quality.min()) / spread * (l_max - l_min)
     return start
 
 
@@ -128,7 +132,7 @@ def ordered_gradient(logits: Any, advantage: Any, order: Any, xp: Any) -> Any:
 
 def learn_mask(
     pool: Pool,
-    budget: int,
+    budget: Budget,
     options: PolicyGradientOptions,
     *,
     seed: int,
@@ -139,97 +143,157 @@ def learn_mask(
     """Ascend E[f] over the logits and take the final mask.
 
     Each step draws a batch B of the pool and G masks of S_B = max(1, round(S/N·|B|)) of it, scores them (one product
-    of the masks with the batch's vectors), and adds lr times the group's gradient to the batch's logits. A step whose
-    masks do not differ in value by more than float noise is skipped. Draws are keyed by (seed, "policy_gradient",
-    split).
+    of the masks with the batch's vectors; facility location takes the batch as its ground set), and adds lr times the
+    group's gradient to the batch's logits. Under quotas each group's part of the batch gives its own share; under a
+    token budget a mask takes documents in the order drawn for as long as they fit. A step whose masks do not differ in
+    value by more than float noise is skipped. Draws are keyed by (seed, "policy_gradient", split).
 
     The trajectory has entries `step`, `value` (the mean f of that step's masks, on its batch), `mask_value` (f of the
-    top-S of the logits over the whole pool, in float32), `skipped` (saturated steps since the last entry) and `note`,
-    which is "saturated" where there were any.
+    mask that the logits stand for, over the whole pool, in float32; for means alone), `skipped` (saturated steps since
+    the last entry) and `note`, which is "saturated" where there were any.
+
+    Raises ValueError for the ordered form with anything but a number of documents, whose order it needs.
     """
-    n = pool.n
+    if options.gradient == "ordered" and (budget.costs is not None or budget.groups is not None):
+        raise ValueError("the ordered form of the gradient is for a number of documents; take the independent one")
     start = initial_logits(pool, options.l_min, options.l_max)
-    if budget in (0, n):
-        return Learned(np.arange(budget), start, 0.0, [])
+    ascent = _Ascent(pool, budget, options)
+    if budget.amount == 0 or list(budget.amounts) == budget.available(pool.n):
+        return Learned(ascent.fill(start), start, 0.0, [])
     with contextlib.closing(draws(accelerator, options.group, seed, "policy_gradient", split)) as source:
-        return _ascend(pool, budget, options, source, start, progress)
+        return ascent.run(source, start, progress)
 
 
-def _ascend(
-    pool: Pool,
-    budget: int,
-    options: PolicyGradientOptions,
-    source: Draws,
-    start: np.ndarray,
-    progress: Progress | None,
-) -> Learned:
-    n = pool.n
-    logits = source.put(start)
-    vectors, linear = source.put(pool.vectors), source.put(pool.linear)
-    size = min(n, max(2, round(options.batch * n)))
-    taken = min(size - 1, max(1, round(budget / n * size)))
-    means, skips = source.put(np.zeros(options.steps)), source.put(np.zeros(options.steps))
-    every = max(1, options.steps // _ENTRIES)
-    trajectory: list[dict[str, Any]] = []
-    logged, passes = 0, 0.0
-    for step in range(options.steps):
-        batch = source.batch(n, size) if size < n else slice(None)
-        update, mean, saturated = _step(source, logits[batch], vectors[batch], linear[batch], pool.beta, taken, options)
-        logits[batch] += update
-        means[step], skips[step] = mean, saturated
-        passes += size / n
-        if (step + 1) % every and step + 1 != options.steps:
-            continue
-        skipped = int(source.fetch(skips[logged : step + 1]).sum())
-        entry = {
-            "step": step + 1,
-            "value": float(means[step]),
-            "mask_value": _mask_value(pool, top_s(source.fetch(logits), budget)),
-            "skipped": skipped,
-            "note": "saturated" if skipped else None,
-        }
-        passes += budget / n
-        logged = step + 1
-        trajectory.append(entry)
-        if progress is not None:
-            progress(step + 1, options.steps, entry)
-    learned = source.fetch(logits).astype(np.float64)
-    if options.final == "sampled":
-        drawn = source.order(source.gumbel(logits)[:1], budget)
-        positions = np.sort(source.fetch(drawn)[0])
-    else:
-        positions = top_s(learned, budget)
-    return Learned(positions, learned, passes, trajectory)
+class _Ascent:
+    """One pool, in canonical order, and what a batch of it needs."""
 
+    def __init__(self, pool: Pool, budget: Budget, options: PolicyGradientOptions) -> None:
+        self.pool, self.budget, self.options = pool, budget, options
+        self.linear = pool.canonical(pool.linear)
+        self.costs = None if budget.costs is None else pool.canonical(budget.costs)
+        self.groups = None if budget.groups is None else pool.canonical(budget.groups)
+        self.shares = [
+            amount / there if there else 0.0
+            for amount, there in zip(budget.amounts, budget.available(pool.n), strict=True)
+        ]
+        n = pool.n
+        self.size = min(n, max(2, round(options.batch * n)))
+        # a mask of the batch leaves something out, or there is nothing to learn
+        self.taken = min(self.size - 1, max(1, round(self.shares[0] * self.size)))
 
-def _step(
-    source: Draws,
-    logits: Any,
-    vectors: Any,
-    linear: Any,
-    beta: float,
-    size: int,
-    options: PolicyGradientOptions,
-) -> tuple[Any, Any, Any]:
-    """(lr·ĝ for the batch, mean f of the group, saturated), all on the device."""
-    xp = source.xp
-    keys = source.gumbel(logits)
-    mask = source.mask(keys, size)
-    mean = source.sums(mask, vectors) / size
-    quality = xp.einsum("jb,b->j", mask, linear) / size
-    similarity = beta * (mean * mean).sum(1)
-    values = quality - similarity
-    scale = (abs(quality) + similarity).mean()
-    advantage, saturated = advantages(values, scale, xp)
-    if options.gradient == "independent":
-        gradient = independent_gradient(advantage, mask, xp)
-    else:
-        order = source.order(keys, size)
-        exact = ordered_gradient(source.double(logits), source.double(advantage), order, xp)
-        gradient = source.single(exact)
-    return options.lr * gradient, values.mean(), saturated
+    def fill(self, logits: np.ndarray) -> np.ndarray:
+        """The rows of the mask that logits by canonical position stand for."""
+        by_row = np.empty(logits.size)
+        by_row[self.pool.order] = logits
+        return self.budget.fill(by_row, self.pool.ties)
 
+    def run(self, source: Draws, start: np.ndarray, progress: Progress | None) -> Learned:
+        n, options = self.pool.n, self.options
+        logits = source.put(start)
+        vectors = source.vectors(self.pool.vectors, self.pool.order, self.size)
+        linear = source.put(self.linear)
+        means, skips = source.put(np.zeros(options.steps)), source.put(np.zeros(options.steps))
+        every = max(1, options.steps // _ENTRIES)
+        trajectory: list[dict[str, Any]] = []
+        logged, passes = 0, 0.0
+        for step in range(options.steps):
+            batch = source.batch(n, self.size) if self.size < n else slice(None)
+            update, mean, saturated = self._step(source, batch, logits[batch], vectors(batch), linear[batch])
+            logits[batch] += update
+            means[step], skips[step] = mean, saturated
+            passes += self.size / n
+            if (step + 1) % every and step + 1 != options.steps:
+                continue
+            skipped = int(source.fetch(skips[logged : step + 1]).sum())
+            entry = {
+                "step": step + 1,
+                "value": float(means[step]),
+                **self._worth(source.fetch(logits).astype(np.float64)),
+                "skipped": skipped,
+                "note": "saturated" if skipped else None,
+            }
+            passes += self.budget.amount / max(sum(self.budget.available(n)), 1)
+            logged = step + 1
+            trajectory.append(entry)
+            if progress is not None:
+                progress(step + 1, options.steps, entry)
+        learned = source.fetch(logits).astype(np.float64)
+        final = learned
+        if options.final == "sampled":
+            final = source.fetch(source.gumbel(logits)[0]).astype(np.float64)
+        return Learned(self.fill(final), learned, passes, trajectory)
 
-def _mask_value(pool: Pool, positions: np.ndarray) -> float:
-    mean = pool.vectors[positions].mean(axis=0, dtype=np.float64)
-    return float(pool.linear[positions].mean() - pool.beta * (mean @ mean))
+    def _step(self, source: Draws, batch: Any, logits: Any, vectors: Any, linear: Any) -> tuple[Any, Any, Any]:
+        """(lr·ĝ for the batch, mean f of the group, saturated), all on the device."""
+        xp, options = source.xp, self.options
+        keys = source.gumbel(logits)
+        mask, costs = self._mask(source, keys, batch)
+        weighted = mask if costs is None else mask * costs
+        amount = self.taken if costs is None and self.groups is None else weighted.sum(1)
+        quality = xp.einsum("jb,b->j", weighted, linear) / amount
+        values, scale = quality, abs(quality)
+        for name, weight in self.pool.terms.weights.items():
+            metric = weight * self._metric(source, name, mask, weighted, amount, vectors)
+            values, scale = values + metric, scale + abs(metric)
+        advantage, saturated = advantages(values, scale.mean(), xp)
+        if options.gradient == "independent":
+            gradient = independent_gradient(advantage, mask, xp)
+        else:
+            order = source.order(keys, self.taken)
+            exact = ordered_gradient(source.double(logits), source.double(advantage), order, xp)
+            gradient = source.single(exact)
+        return options.lr * gradient, values.mean(), saturated
+
+    def _mask(self, source: Draws, keys: Any, batch: Any) -> tuple[Any, Any]:
+        """(float32[G, B] of 0 and 1, float32[B] tokens or None)."""
+        if self.groups is None and self.costs is None:
+            return source.mask(keys, self.taken), None
+        at = batch if isinstance(batch, slice) else source.fetch(batch)
+        groups = np.zeros(keys.shape[1], np.int64) if self.groups is None else self.groups[at]
+        costs = None if self.costs is None else self.costs[at]
+        mask = source.xp.zeros_like(keys)
+        for g in np.unique(groups).tolist():
+            columns = np.flatnonzero(groups == g)
+            there = source.index(columns)
+            if costs is None:
+                size = min(columns.size, round(self.shares[g] * columns.size))
+                mask[:, there] = source.mask(keys[:, there], size)
+            else:
+                tokens = costs[columns]
+                mask[:, there] = source.filled(keys[:, there], source.put(tokens), self.shares[g] * float(tokens.sum()))
+        if costs is None and not mask[0].sum():
+            # no group's share is a whole document of a batch this small
+            mask = source.mask(keys, 1)
+        return mask, None if costs is None else source.put(costs)
+
+    def _metric(self, source: Draws, name: str, mask: Any, weighted: Any, amount: Any, vectors: Any) -> Any:
+        if name == "pws":
+            mean = source.sums(weighted, vectors, mask is not weighted) / (
+                amount if isinstance(amount, int) else amount[:, None]
+            )
+            return -(mean * mean).sum(1)
+        rows = source.single(vectors)
+        if name == "facility_location":
+            kernel = facility_location_kernel(source.xp, rows)
+            return source.banded(mask, lambda xp, band: facility_location_group_values(xp, band, kernel))
+        values = disf_group_values if name == "disf" else second_moment_group_values
+        # sizes differ between masks under a token budget
+        return source.banded(
+            mask, lambda xp, band: xp.stack([values(xp, row[None, :], rows, int(row.sum()))[0] for row in band])
+        )
+
+    def _worth(self, logits: np.ndarray) -> dict[str, float]:
+        """{"mask_value": f} of the mask that the logits stand for, where f is made of means."""
+        weights = self.pool.terms.weights
+        if set(weights) - {"pws"}:
+            return {}
+        rows = self.fill(logits)
+        costs = np.ones(rows.size) if self.budget.costs is None else self.budget.costs[rows].astype(np.float64)
+        ordered = np.argsort(self.pool.ties[rows])
+        rows, costs = rows[ordered], costs[ordered]
+        mean = np.zeros(self.pool.vectors.d)
+        for a in range(0, rows.size, _WORTH_ROWS):
+            mean += costs[a : a + _WORTH_ROWS] @ self.pool.vectors.unit(rows[a : a + _WORTH_ROWS]).astype(np.float64)
+        mean /= costs.sum()
+        quality = float(costs @ self.pool.linear[rows]) / float(costs.sum())
+        return {"mask_value": quality - weights.get("pws", 0.0) * float(mean @ mean)}

@@ -14,9 +14,12 @@ import numpy as np
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.selection.vectors import Vectors
 
 # masks that are drawn and summed together
 _BAND = 32
+# rows that are gathered in one go
+_GATHERED = 2048
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
@@ -77,8 +80,23 @@ class Draws(Protocol):
     def order(self, keys: Any, size: int) -> Any:
         """int64[group, size]: the positions of the `size` largest keys of each row, largest first."""
 
-    def sums(self, mask: Any, vectors: Any) -> Any:
-        """float32[group, d]: mask @ vectors, the sum of each mask's vectors."""
+    def sums(self, mask: Any, vectors: Any, weighted: bool) -> Any:
+        """float32[group, d]: mask @ vectors, the sum of each mask's vectors; a mask is of 0 and 1, or weighted by
+        tokens."""
+
+    def filled(self, keys: Any, costs: Any, amount: float) -> Any:
+        """float32[group, B] of 0 and 1: of each row's keys, largest first, those whose costs add up to `amount` at
+        most, and the first in any case."""
+
+    def index(self, columns: np.ndarray) -> Any:
+        """Columns as an index on the device."""
+
+    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], Any]:
+        """From a batch of canonical positions to their unit rows on the device; `order` gives their rows, `size` is
+        that of a batch."""
+
+    def banded(self, mask: Any, values: Callable[[Any, Any], Any]) -> Any:
+        """float32[group]: values(xp, masks) of some masks at a time."""
 
     def close(self) -> None:
         """Release the threads."""
@@ -151,13 +169,45 @@ class CpuDraws:
     def order(self, keys: np.ndarray, size: int) -> np.ndarray:
         return np.argsort(-keys, axis=1, kind="stable")[:, :size]
 
-    def sums(self, mask: np.ndarray, vectors: np.ndarray) -> np.ndarray:
+    def sums(self, mask: np.ndarray, vectors: np.ndarray, weighted: bool) -> np.ndarray:
         result = np.empty((mask.shape[0], vectors.shape[1]), np.float32)
 
         def fill(k: int) -> None:
             np.matmul(mask[self._bands[k]], vectors, out=result[self._bands[k]])
 
         self._run(fill, mask.size * vectors.shape[1] // 64)
+        return result
+
+    def filled(self, keys: np.ndarray, costs: np.ndarray, amount: float) -> np.ndarray:
+        return _filled(np, keys, costs, amount, np.argsort(-keys, axis=1, kind="stable"))
+
+    def index(self, columns: np.ndarray) -> np.ndarray:
+        return columns
+
+    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], np.ndarray]:
+        if size == vectors.n:
+            whole = vectors.unit(order)
+            return lambda batch: whole[batch]
+        parts = [slice(a, min(a + _GATHERED, size)) for a in range(0, size, _GATHERED)]
+
+        def gather(batch: np.ndarray) -> np.ndarray:
+            rows = np.empty((size, vectors.d), np.float32)
+
+            def fill(k: int) -> None:
+                rows[parts[k]] = vectors.unit(order[batch[parts[k]]])
+
+            list(self._threads.map(fill, range(len(parts))))
+            return rows
+
+        return gather
+
+    def banded(self, mask: np.ndarray, values: Callable[[Any, Any], np.ndarray]) -> np.ndarray:
+        result = np.empty(mask.shape[0], np.float32)
+
+        def fill(k: int) -> None:
+            result[self._bands[k]] = values(np, mask[self._bands[k]])
+
+        self._run(fill, mask.size)
         return result
 
     def _run(self, work: Callable[[int], None], size: int) -> None:
@@ -215,11 +265,39 @@ class TorchDraws:
     def order(self, keys: Any, size: int) -> Any:
         return self.xp.topk(keys, size, dim=1).indices
 
-    def sums(self, mask: Any, vectors: Any) -> Any:
-        return mask @ vectors
+    def sums(self, mask: Any, vectors: Any, weighted: bool) -> Any:
+        if mask.is_cuda and not weighted:
+            return self.xp.mm(mask.half(), vectors, out_dtype=self.xp.float32)
+        return mask @ vectors.float()
+
+    def filled(self, keys: Any, costs: Any, amount: float) -> Any:
+        return _filled(self.xp, keys, costs, amount, self.xp.argsort(-keys, dim=1))
+
+    def index(self, columns: np.ndarray) -> Any:
+        return self.xp.from_numpy(columns).to(self._device)
+
+    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], Any]:
+        # half precision in memory, sums in single: a unit row's entries lose 5e-4 of themselves, in the search alone
+        held = self.xp.empty((vectors.n, vectors.d), dtype=self.xp.float16, device=self._device)
+        for a in range(0, vectors.n, _GATHERED):
+            held[a : a + _GATHERED] = self.xp.from_numpy(vectors.unit(order[a : a + _GATHERED])).to(self._device)
+        return lambda batch: held[batch]
+
+    def banded(self, mask: Any, values: Callable[[Any, Any], Any]) -> Any:
+        return values(self.xp, mask)
 
     def close(self) -> None:
         """Nothing to release: the device's memory goes with the arrays."""
+
+
+def _filled(xp: Any, keys: Any, costs: Any, amount: float, order: Any) -> Any:
+    spent = xp.cumsum(costs[order], 1)
+    taken = spent <= amount
+    taken[:, 0] = True
+    mask = xp.zeros_like(keys)
+    rows = xp.cumsum(xp.ones_like(order), 0) - 1
+    mask[rows, order] = xp.asarray(taken, dtype=keys.dtype)
+    return mask
 
 
 def draws(accelerator: Accelerator, group: int, seed: int, purpose: str, *keys: keyed.Key) -> Draws:

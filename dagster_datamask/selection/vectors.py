@@ -1,0 +1,257 @@
+"""Rows of embeddings as the solvers read them: stored as they came, normalised block by block on the way.
+
+Here: reading unit rows in search precision and in float64, the pass that checks and normalises, and the two concave
+metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`, the solvers).
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from dagster_datamask import keyed
+from dagster_datamask.selection.exact import GridSum
+from dagster_datamask.selection.objectives import map_blocks
+
+# rows that stay in cache while they are read, converted and summed, and rows of one block's sum
+_CACHED = 64
+BLOCK = 1024
+# rows whose product with a matrix is taken at once
+_PRODUCT = 256
+# rows read at once where only a product with a vector is taken
+_DOTS = 4096
+_TORCH_GRAIN = 32_000
+# float32 squares of entries in rows of such lengths neither overflow nor vanish
+SHORTEST, LONGEST = 1e-12, 1e12
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """N rows: `stored` float16 or float32 [N, d] in any contiguous array, memory-mapped ones included, and
+    `inverse` float64[N], 1/‖z‖; `exact`, where it is given, holds the rows in full (what `stored` is a float32 copy of,
+    normalised). A row's result never depends on the rows around it."""
+
+    stored: np.ndarray = field(repr=False)
+    inverse: np.ndarray = field(repr=False)
+    exact: np.ndarray | None = field(repr=False, default=None)
+
+    @property
+    def n(self) -> int:
+        return self.stored.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.stored.shape[1]
+
+    def single(self, start: int, stop: int) -> np.ndarray:
+        """float32[k, d]: stored rows, not normalised."""
+        return as_single(self.stored[start:stop])
+
+    def unit(self, rows: np.ndarray | slice) -> np.ndarray:
+        """float32[k, d]: ẑ in search precision."""
+        found = as_single(self.stored[rows])
+        return found * self.inverse[rows].astype(np.float32)[:, None]
+
+    def double(self, rows: np.ndarray | slice) -> np.ndarray:
+        """float64[k, d]: ẑ of the stored vectors, divided by their norms in float64."""
+        if self.exact is not None:
+            return _normalised(self.exact[rows].astype(np.float64))
+        found = self.stored[rows].astype(np.float64)
+        found *= self.inverse[rows, None]
+        return found
+
+    def add_to(self, rows: np.ndarray, total: GridSum, costs: np.ndarray | None = None, sign: int = 1) -> None:
+        """Add the sum of ẑ over these rows, each weighed by its cost, to `total`."""
+
+        def block(a: int, b: int) -> np.ndarray:
+            sums = None
+            for c in range(a, b, _CACHED):
+                part = rows[c : min(c + _CACHED, b)]
+                found = total.block(self.double(part), None if costs is None else costs[part])
+                sums = found if sums is None else sums + found
+            return sums
+
+        if rows.size:
+            total.add(map_blocks(block, rows.size, BLOCK), sign)
+
+
+def as_single(rows: np.ndarray) -> np.ndarray:
+    """float32 rows. Torch converts half precision several times as fast as NumPy, in pieces below which it starts no
+    threads of its own."""
+    if rows.dtype != np.float16:
+        return rows.astype(np.float32, copy=False)
+    import torch
+
+    single = np.empty(rows.shape, np.float32)
+    step = max(1, _TORCH_GRAIN // rows.shape[1])
+    for a in range(0, len(rows), step):
+        # a memory map is read-only, which `from_numpy` would warn of
+        torch.from_numpy(single[a : a + step]).copy_(torch.from_dlpack(rows[a : a + step]))
+    return single
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """vectors; bad: int64 rows that are not finite or zero, ascending; total: Σ ẑ; prints: what the stored vectors and
+    their ids add to a checksum, modulo 2**64 and in any order."""
+
+    vectors: Vectors
+    bad: np.ndarray
+    total: GridSum
+    prints: int
+
+
+def prepare(stored: np.ndarray, ties: np.ndarray) -> Prepared:
+    """One pass over the rows: their norms, their mean and what is wrong with them.
+
+    stored: [N, d] of float16, float32 or float64; ties: uint64[N], the hash of each row's id.
+    """
+    n, d = stored.shape
+    inverse, prints = np.empty(n), np.empty((n, 2))
+    total = GridSum(d)
+    # any direction would do; one that the rows do not know tells apart what has equal norms
+    probe = keyed.rng(0, "checksum", d).standard_normal(d)
+
+    def block(start: int, stop: int) -> np.ndarray:
+        sums = np.zeros((1, d), np.int64)
+        rows = np.empty((_CACHED, d))
+        for a in range(start, stop, _CACHED):
+            b = min(a + _CACHED, stop)
+            x = rows[: b - a]
+            x[:] = as_single(stored[a:b]) if stored.dtype == np.float16 else stored[a:b]
+            with np.errstate(all="ignore"):
+                squares = np.einsum("ij,ij->i", x, x)
+                prints[a:b, 0] = squares
+                prints[a:b, 1] = np.einsum("ij,j->i", x, probe)
+                inverse[a:b] = 1.0 / np.sqrt(squares)
+                x *= inverse[a:b, None]
+                # what is not finite is reported, and must not end up in a conversion to whole numbers
+                good = np.isfinite(inverse[a:b]) & (inverse[a:b] > 0)
+            sums += total.block(x if good.all() else x[good])
+        return sums
+
+    total.add(map_blocks(block, n, BLOCK))
+    doubtful = np.flatnonzero(~((inverse > 1 / LONGEST) & (inverse < 1 / SHORTEST)))
+    bad = doubtful[[not (np.isfinite(stored[i]).all() and stored[i].any()) for i in doubtful.tolist()]]
+    vectors = Vectors(stored, inverse)
+    if doubtful.size > bad.size or stored.dtype == np.float64:
+        # float32 may not hold what is stored, but always its direction
+        narrow = np.empty((n, d), np.float32)
+        with np.errstate(all="ignore"):
+            for a in range(0, n, BLOCK):
+                narrow[a : a + BLOCK] = _normalised(stored[a : a + BLOCK].astype(np.float64))
+        vectors = Vectors(narrow, np.ones(n), stored)
+    if doubtful.size > bad.size:
+        total = GridSum(d)
+        vectors.add_to(np.setdiff1d(np.arange(n), bad), total)
+    bits = prints.view(np.uint64)
+    mixed = (ties ^ (bits[:, 0] * np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(31)) ^ bits[:, 1]) * np.uint64(0x94D049BB133111EB)
+    return Prepared(vectors, bad, total, int((mixed ^ (mixed >> np.uint64(29))).sum(dtype=np.uint64)))
+
+
+def _normalised(rows: np.ndarray) -> np.ndarray:
+    # scaled first, so that no square overflows or vanishes
+    rows = rows / np.abs(rows).max(axis=1, keepdims=True)
+    return rows / np.sqrt(np.einsum("ij,ij->i", rows, rows))[:, None]
+
+
+class Feature(Protocol):
+    """What a concave metric averages: metric(U) = −‖mean of φ over U‖², with ‖φ‖ = 1."""
+
+    def size(self, d: int) -> int:
+        """Entries of φ."""
+
+    def rough(self, vectors: Vectors, v: np.ndarray) -> np.ndarray:
+        """float32[N]: φ·v in search precision, one pass; a row's result depends on nothing but the row."""
+
+    def dots(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """float64[k]: φ·v for unit rows in float64."""
+
+    def products(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """φ·v for unit rows in float32, as fast as can be."""
+
+    def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """float64[size]: Σ weight·φ over unit rows, summed in the rows' precision."""
+
+    def gram(self, cosines: np.ndarray) -> np.ndarray:
+        """φ·φ' from ẑ·ẑ'."""
+
+    def rounding(self, d: int) -> int:
+        """Roundings that a product φ·v goes through."""
+
+
+class First:
+    """φ = ẑ: pair-wise similarity."""
+
+    def size(self, d: int) -> int:
+        return d
+
+    def rough(self, vectors: Vectors, v: np.ndarray) -> np.ndarray:
+        narrow, result = v.astype(np.float32), np.empty(vectors.n, np.float32)
+
+        def dot(start: int, stop: int) -> None:
+            rows = vectors.single(start, stop)
+            np.einsum("ij,j->i", rows, narrow, out=result[start:stop])
+            result[start:stop] *= vectors.inverse[start:stop].astype(np.float32)
+
+        map_blocks(dot, vectors.n, _DOTS)
+        return result
+
+    def dots(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return np.einsum("ij,j->i", rows, v)
+
+    def products(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return rows @ v.astype(rows.dtype)
+
+    def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        return (weights.astype(rows.dtype) @ rows).astype(np.float64)
+
+    def gram(self, cosines: np.ndarray) -> np.ndarray:
+        return cosines
+
+    def rounding(self, d: int) -> int:
+        return d + 4
+
+
+class Second:
+    """φ = ẑẑᵀ, flattened: DiSF's second moment."""
+
+    def size(self, d: int) -> int:
+        return d * d
+
+    def rough(self, vectors: Vectors, v: np.ndarray) -> np.ndarray:
+        d = vectors.d
+        matrix, result = v.reshape(d, d).astype(np.float32), np.empty(vectors.n, np.float32)
+
+        def form(start: int, stop: int) -> None:
+            # always as many rows, so that a row's product does not depend on how many come with it
+            rows = np.zeros((_PRODUCT, d), np.float32)
+            rows[: stop - start] = vectors.unit(slice(start, stop))
+            result[start:stop] = np.einsum("ij,ij->i", rows @ matrix, rows)[: stop - start]
+
+        map_blocks(form, vectors.n, _PRODUCT)
+        return result
+
+    def dots(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        d = rows.shape[1]
+        return np.einsum("ij,ij->i", rows @ v.reshape(d, d), rows)
+
+    def products(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+        return self.dots(rows, v.astype(rows.dtype))
+
+    def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        total = np.zeros((rows.shape[1], rows.shape[1]))
+        for a in range(0, len(rows), 16 * _PRODUCT):
+            part = rows[a : a + 16 * _PRODUCT]
+            total += part.T @ (part * weights[a : a + 16 * _PRODUCT, None].astype(part.dtype))
+        return total.ravel()
+
+    def gram(self, cosines: np.ndarray) -> np.ndarray:
+        return cosines * cosines
+
+    def rounding(self, d: int) -> int:
+        return 2 * d + 6
+
+
+FEATURES: dict[str, Feature] = {"pws": First(), "disf_second_moment": Second()}
