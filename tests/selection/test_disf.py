@@ -191,6 +191,17 @@ def test_greedy_takes_exactly_the_budget(budget: int) -> None:
     assert [entry["step"] for entry in entries] == list(range(1, budget + 1))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_ties_that_rounding_hides_go_to_the_lower_position(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    even = np.full((2, 33), 33**-0.5) * [[1.0], [-1.0]]
+    one = vectors(rng, 1, 33)
+    # with columns that are all alike, a document is worth what one with the same entries in another order is
+    z = np.concatenate([even, one, rng.permuted(one, axis=1)]).astype(np.float32)
+    found = disf_greedy(z, np.array([2.0, 2.0, 1.0, 1.0]), weight=1e-3, budget=3)
+    assert found.positions.tolist() == [0, 1, 2]
+
+
 def test_greedy_of_copies_ends() -> None:
     z = np.repeat(single(np.random.default_rng(0), 1, 4), 9, axis=0)
     assert disf_greedy(z, np.zeros(9), weight=1.0, budget=5).positions.tolist() == [0, 1, 2, 3, 4]
@@ -352,7 +363,7 @@ def test_a_step_is_never_worse_than_staying(seed: int, share: float) -> None:
         assert problem.value(point.mixed(corner, step)) == found
         # and the best of a grid is not much better
         grid = max(problem.value(point.mixed(corner, t)) for t in np.linspace(0, min(1.0, 2 * share), 60))
-        assert found - value >= 0.3 * (grid - value)
+        assert found - value >= 0.97 * (grid - value)
 
 
 def test_bad_input_is_named() -> None:
