@@ -10,13 +10,14 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench e2e clean
+.PHONY: help demo dev test test-slow lint bench figures e2e clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
 	@echo "make dev             the Dagster UI on http://127.0.0.1:3000"
 	@echo "make test            the tests; test-slow and e2e are the long ones"
 	@echo "make lint bench      style and types; measurements"
+	@echo "make figures         the pictures of docs/selection.md, drawn again"
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; set PYTHON=..."; exit 1; }
@@ -59,6 +60,9 @@ bench: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.selection --out .benchmarks/selection.json
 	$(BIN)/python -m benchmarks.shards --out .benchmarks/shards.json
+
+figures: $(STAMP)
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf .demo .dagster_home .benchmarks

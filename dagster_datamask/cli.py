@@ -404,17 +404,23 @@ def diff(
 def _show_diff(result: dict[str, Any]) -> None:
     from dagster_datamask.reporting.tables import diff_table
 
-    nested = ("decisions", "causes", "changes", "out")
+    def say(text: str) -> None:
+        _out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"A: {result['a']}\nB: {result['b']}")
+    nested = ("a", "b", "decisions", "causes", "changes", "out")
     _show_facts({key: value for key, value in result.items() if key not in nested})
+    for flow in result["decisions"]:
+        if flow["a"] != flow["b"]:
+            say(f"{flow['documents']:,}: {flow['a'] or 'absent'} in A, {flow['b'] or 'absent'} in B")
     for cause in result["causes"] or ():
-        text = f"{cause['kind']} {cause['name']}: {cause['a']} in A, {cause['b']} in B"
-        _out.print(text, highlight=False, markup=False)
+        say(f"{cause['kind']} {cause['name']}: {cause['a']} in A, {cause['b']} in B")
     shown, changed = result["changes"], result["changed"]
     if shown:
         rest = "" if len(shown) == changed else f", the first {len(shown)}; --out FILE receives them all"
         _out.print(diff_table(shown, f"{changed:,} documents decided differently{rest}"))
     if result["out"]:
-        _out.print(f"written: {result['out']}", soft_wrap=True, highlight=False)
+        say(f"written: {result['out']}")
 
 
 @app.command()

@@ -391,8 +391,16 @@ class TestDiff:
         masks = [pl.read_parquet(tmp_path / f"{lam}.parquet").filter("selected")["id"].to_list() for lam in "01"]
         assert told["kept_by_both"] == len(set(masks[0]) & set(masks[1]))
         assert set(pl.read_csv(out)["doc_id"]) == set(masks[0]) ^ set(masks[1]) != set()
-        for_people = datamask("diff", tmp_path / "0.parquet", tmp_path / "1.parquet")
-        assert "jaccard" in for_people.stdout and told["changes"][0]["doc_id"] in for_people.stdout
+        for_people = datamask("diff", tmp_path / "0.parquet", tmp_path / "1.parquet").stdout
+        assert "jaccard" in for_people and told["changes"][0]["doc_id"] in for_people
+        assert f"{told['kept_only_by_a']}: kept in A, not_selected in B" in for_people
+
+    def test_ids_are_shown_as_they_are(self, datamask: Run, tmp_path: Path) -> None:
+        for name, first in (("a", True), ("[b]", False)):
+            pl.DataFrame({"id": ["[red]x", "<urn:y>"], "selected": [first, not first]}).write_parquet(tmp_path / name)
+        told = datamask("diff", tmp_path / "a", tmp_path / "[b]").stdout
+        assert "[red]x" in told and "<urn:y>" in told and f"{tmp_path}/[b]" in told
+        assert "not selected in B" in told
 
     def test_two_manifests_tell_the_setting_that_differs(self, datamask: Run, settings: Settings) -> None:
         folder = Path(settings.storage.root) / "fineweb_mask_manifest" / SNAPSHOTS[0]

@@ -17,7 +17,15 @@ from tests.conftest import SNAPSHOTS
 from tests.project import Project
 
 REPO = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/own-data.md", "docs/cluster.md", "docs/settings.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "docs/own-data.md",
+    "docs/cluster.md",
+    "docs/settings.md",
+    "docs/selection.md",
+)
 
 
 def commands(page: str) -> list[str]:
@@ -51,7 +59,16 @@ def test_make_targets_named_in_the_pages_exist() -> None:
     assert [t for t in sorted(named) if not re.search(rf"^{t}:", makefile, re.MULTILINE)] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own-data.md"])
+def test_python_in_the_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs/selection.md").read_text("utf-8"), re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 12
+    exec(block, {})
+    told = capsys.readouterr().out
+    assert told.startswith("100 kept, value 0.2")
+    assert float(told.split("within ")[1].split()[0]) <= 1e-3
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-data.md", "docs/selection.md"])
 def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(50, 8)).astype(np.float32)

@@ -361,56 +361,47 @@ def _shade(axes: Axes, bounds: Sequence[tuple[float, float]], x: np.ndarray, low
     axes.text(0.985, 0.96, "no mask can be here", transform=axes.transAxes, ha="right", va="top", bbox=box)
 
 
-def setting_figure(
-    name: str,
-    rows: Sequence[Mapping[str, float]],
-    cost: str,
-    upper_bound: float,
-    baseline: float,
-    title: str,
-) -> bytes:
+def setting_figure(name: str, rows: Sequence[Mapping[str, float]], cost: str, upper_bound: float, title: str) -> bytes:
     """What a solver reaches at each value of one setting, and what that costs.
 
     rows: `setting`, `value` (of the mask it ends with) and `cost`, ascending; `cost` says what is counted. Left: the
-    values, with the certified bound and the uniform mask; right: the costs. Both against the setting on a log axis.
+    values below the certified bound; right: the costs. Both against the setting on a log axis.
     """
     figure, (left, right) = _figure(title, 2)
     if not rows:
         _say(right, "")
         return _nothing(figure, left, "nothing was measured")
-    settings = [row["setting"] for row in rows]
-    left.plot(settings, [row["value"] for row in rows], color=_COLOURS[0], marker="o", lw=1.5, label="mask reached")
-    _bounded(left, [row["value"] for row in rows], upper_bound, baseline)
+    settings, values, costs = ([row[key] for row in rows] for key in ("setting", "value", "cost"))
+    left.plot(settings, values, color=_COLOURS[0], marker="o", lw=1.5, label="mask reached")
+    left.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"certified bound {upper_bound:.5g}")
+    left.set_ylim(*_view(np.array([*values, upper_bound])))
     left.set_ylabel("objective (higher is better)")
-    right.plot(settings, [row["cost"] for row in rows], color=_COLOURS[1], marker="s", lw=1.5)
+    right.plot(settings, costs, color=_COLOURS[1], marker="s", lw=1.5)
+    right.set_ylim(0, 1.15 * max(costs) or 1.0)
     right.set_ylabel(cost)
-    right.set_ylim(0, 1.15 * max(row["cost"] for row in rows) or 1.0)
     right.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
     for panel in (left, right):
         panel.set_xscale("log", base=2)
-        panel.set_xticks(settings, [f"{setting:g}" for setting in settings])
-        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.minorticks_off()
+        panel.set_xticks(settings, [f"{setting:g}" for setting in settings])
         panel.set_xlabel(name)
     _legend_below(figure, left)
     return _png(figure)
 
 
-def metrics_figure(
-    runs: Mapping[str, Sequence[Point]],
-    best: Mapping[str, float],
-    title: str,
-) -> bytes:
-    """Quality (left) and diversity (right) of the masks of several runs against the step.
+def metrics_figure(runs: Mapping[str, Sequence[Point]], bounds: Mapping[str, float], title: str) -> bytes:
+    """Two metrics of the masks of several runs against the step, one panel each.
 
-    A point has `step`, `quality` and `diversity`. `best` holds the certified bound of each of the two alone: no mask
-    has a greater quality, and no mask a greater diversity.
+    `bounds` names the two, and holds the certified bound of each: no mask has more of it. A point has `step` and both
+    metrics. Metrics with one bound share their axis.
     """
     figure, panels = _figure(title, 2)
     if not any(runs.values()):
         _say(panels[1], "")
         return _nothing(figure, panels[0], "no optimisation step was recorded")
-    for panel, metric in zip(panels, ("quality", "diversity"), strict=True):
+    if len(set(bounds.values())) == 1:
+        panels[1].sharey(panels[0])
+    for panel, (metric, bound) in zip(panels, bounds.items(), strict=True):
         for i, (run, points) in enumerate(runs.items()):
             panel.plot(
                 [point["step"] for point in points],
@@ -421,11 +412,12 @@ def metrics_figure(
                 lw=1.5,
                 label=run,
             )
-        panel.axhline(best[metric], color=_BOUND, ls="--", lw=1.2, label="certified bound of each alone")
+        panel.axhline(bound, color=_BOUND, ls="--", lw=1.2, label="certified bound")
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("step")
-        panel.set_ylabel(f"{metric} (higher is better)")
+        panel.set_ylabel(metric)
     _legend_below(figure, panels[0])
     return _png(figure)
 
@@ -456,16 +448,11 @@ def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: st
         panel.set_title(f"{group}; at the end {100 * (max(last) - min(last)):.2f} % apart", fontsize=_SMALL)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("step")
         panel.set_ylabel("share of the achievable gain")
         panel.legend(loc="lower right", frameon=False, fontsize=_SMALL)
     return _png(figure)
-
-
-def _bounded(axes: Axes, values: Sequence[float], upper_bound: float, baseline: float) -> None:
-    axes.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"certified bound {upper_bound:.5g}")
-    axes.axhline(baseline, color=_GREY, ls="-.", lw=1.2, label=f"uniform mask {baseline:.5g}")
-    axes.set_ylim(*_view(np.array([*values, upper_bound, baseline])))
 
 
 def _view(values: np.ndarray, below: float = 0.08, above: float = 0.08) -> tuple[float, float]:

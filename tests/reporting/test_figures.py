@@ -106,15 +106,16 @@ FIGURES: dict[str, Callable[[], bytes]] = {
         [{"lambda": lam, "quality": 0.0, "diversity": 0.0, "upper_bound": 0.0} for lam in (0.0, 1.0)]
     ),
     "front, 1,001": lambda: front_figure(_front(1001), {"quality": 0.3, "diversity": 0.2}),
-    "settings, nothing": lambda: setting_figure("G", [], "seconds", 0.0, -1.0, "title"),
-    "settings, one": lambda: setting_figure("G", _settings(1), "seconds", 0.0, -1.0, "title"),
-    "settings, free of cost": lambda: setting_figure("G", [{**_settings(1)[0], "cost": 0.0}], "s", 0.0, -1.0, "title"),
-    "settings, seven": lambda: setting_figure("masks a step", _settings(7), "seconds", 0.0, -0.2, "a title " * 18),
+    "settings, nothing": lambda: setting_figure("G", [], "seconds", 0.0, "title"),
+    "settings, one": lambda: setting_figure("G", _settings(1), "seconds", 0.0, "title"),
+    "settings, free of cost": lambda: setting_figure("G", [{**_settings(1)[0], "cost": 0.0}], "s", 0.0, "title"),
+    "settings, seven": lambda: setting_figure("masks a step", _settings(7), "seconds", 0.0, "a title " * 18),
     "metrics, nothing": lambda: metrics_figure({"joint": []}, {"quality": 1.0, "diversity": 0.0}, "title"),
     "metrics, one point": lambda: metrics_figure({"joint": _metrics(1)}, {"quality": 1.0, "diversity": 0.0}, "title"),
     "metrics, four runs": lambda: metrics_figure(
         {f"run {k}": _metrics(6 + k) for k in range(4)}, {"quality": 1.0, "diversity": 0.0}, "a title " * 18
     ),
+    "metrics, one axis": lambda: metrics_figure({"a": _metrics(9)}, {"quality": 1.0, "diversity": 1.0}, "title"),
     "spread, nothing": lambda: spread_figure({"seeds": {}, "pools": {"a": []}}, "title"),
     "spread, one and two": lambda: spread_figure(
         {"one run": {"seed 0": _shares(1)}, "two": {"seed 0": _shares(60), "seed 1": _shares(60, 0.1)}}, "title"
@@ -222,8 +223,8 @@ def test_the_bounds_of_the_paper_s_figures_are_drawn() -> None:
     best = {"quality": 1.0, "diversity": 0.0}
     for one, other in [
         (
-            setting_figure("G", _settings(3), "s", 0.0, -1.0, "t"),
-            setting_figure("G", _settings(3), "s", 0.1, -1.0, "t"),
+            setting_figure("G", _settings(3), "s", 0.0, "t"),
+            setting_figure("G", _settings(3), "s", 0.1, "t"),
         ),
         (
             metrics_figure({"a": _metrics(3)}, best, "t"),
