@@ -12,7 +12,7 @@ they depend on no order of summation, and never rise as the selection grows.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,11 +33,11 @@ _PAIRS = 4096
 _CROWDED = 8
 # documents whose kernel rows tell how much of the kernel can still bring a gain
 _SAMPLE = 128
-# a list of a row's live entries takes less time than the row itself from this share down, and a pool of this size up
+# listed live entries take less time than whole rows from this share of the kernel down, and a pool of this size up
 _SPARSE = 0.08
 _SMALL = 512
-# bytes of a listed entry: a float32 and the int32 column it lies in
-_LISTED = 8
+# bytes of a listed entry: a float32 and an int32, by row, by column, and once more while the lists are made
+_LISTED = 24
 # the share of the room for lists that their estimated size may take
 _MARGIN = 0.7
 # entries of the kernel of a batch that a group of masks is compared on
@@ -85,6 +85,8 @@ class FacilityLocation:
         self.is_dense = kernel == "dense" or (kernel == "auto" and size <= 0.75 * memory_limit)
         # kernel rows formed so far, each a product of the whole pool with one vector
         self.passes = 0.0
+        # the last column makes every product 1 + cosine
+        self._rows = np.hstack([z, np.ones((z.shape[0], 1), np.float32)])
         self._kernel: np.ndarray | None = None
 
     @property
@@ -96,23 +98,15 @@ class FacilityLocation:
         if self.is_dense:
             return self._dense()[positions]
         self.passes += positions.size
-        chosen = self.z[positions]
-        result = np.empty((positions.size, self.n), np.float32)
-
-        def fill(start: int, stop: int) -> None:
-            np.matmul(chosen, self.z[start:stop].T, out=result[:, start:stop])
-
-        map_blocks(fill, self.n, block=_COLUMNS)
-        result += 1.0
-        return result
+        chosen = self._rows[positions]
+        parts = map_blocks(lambda a, b: chosen @ self._rows[a:b].T, self.n, block=_COLUMNS)
+        return np.concatenate(parts, axis=1)
 
     def band(self, start: int, stop: int) -> np.ndarray:
         """float32[stop − start, N]: the kernel's rows start..stop, not to be written to."""
         if self._kernel is not None:
             return self._kernel[start:stop]
-        result = self.z[start:stop] @ self.z.T
-        result += 1.0
-        return result
+        return self._rows[start:stop] @ self._rows.T
 
     def sums(self, positions: np.ndarray, cover: np.ndarray) -> np.ndarray:
         """float64[k]: Σ_y max(K_xy, cover_y) over each of k kernel rows x; cover: float32[N], ≥ 1."""
@@ -133,10 +127,14 @@ class FacilityLocation:
             return np.concatenate(parts) if parts else np.zeros(0)
         totals = np.zeros(positions.size)
         for a in range(0, positions.size, _BAND):
-            chosen = self.z[positions[a : a + _BAND]]
-            for part in map_blocks(
-                lambda c, e, chosen=chosen: _tile_sums(chosen, self.z[c:e], cover[c:e]), n, _COLUMNS
-            ):
+            chosen = self._rows[positions[a : a + _BAND]]
+
+            def tile(start: int, stop: int, chosen: np.ndarray = chosen) -> np.ndarray:
+                entries = chosen @ self._rows[start:stop].T
+                np.maximum(entries, cover[start:stop], out=entries)
+                return entries.sum(axis=1, dtype=np.float64)
+
+            for part in map_blocks(tile, n, block=_COLUMNS):
                 totals[a : a + _BAND] += part
         self.passes += positions.size
         return totals
@@ -184,15 +182,15 @@ class FacilityLocation:
         N²·d operations in float32, every product raised by its largest rounding error (`product_error`).
         """
         n = self.n
-        # 1 + cosine is rounded once more, and so is the float32 made of the threshold
-        slack = product_error(self.z.shape[1]) + cover.error + 2.0**-23
+        # a product with 1 in it is rounded twice more, and the threshold once
+        slack = product_error(self.z.shape[1]) + cover.error + 2.0**-22
         threshold = np.nextafter((1.0 + cover.nearest - slack).astype(np.float32), np.float32(0.0))
 
         def total(start: int, stop: int) -> np.ndarray:
-            sums, band = np.zeros(stop - start), self.z[start:stop]
+            sums, band = np.zeros(stop - start), self._rows[start:stop]
             kernel = self._dense()[start:stop] if self.is_dense else None
             for a in range(0, n, _COLUMNS):
-                tile = kernel[:, a : a + _COLUMNS] if kernel is not None else band @ self.z[a : a + _COLUMNS].T + 1.0
+                tile = kernel[:, a : a + _COLUMNS] if kernel is not None else band @ self._rows[a : a + _COLUMNS].T
                 over = tile - threshold[a : a + _COLUMNS]
                 np.maximum(over, 0.0, out=over)
                 sums += over.sum(axis=1, dtype=np.float64)
@@ -213,57 +211,58 @@ class FacilityLocation:
             kernel = np.empty((self.n, self.n), np.float32)
 
             def fill(start: int, stop: int) -> None:
-                np.matmul(self.z[start:stop], self.z.T, out=kernel[start:stop])
-                kernel[start:stop] += 1.0
+                np.matmul(self._rows[start:stop], self._rows[start:].T, out=kernel[start:stop, start:])
+                for a in range(stop, self.n, _BAND):
+                    kernel[a : a + _BAND, start:stop] = kernel[start:stop, a : a + _BAND].T
 
             map_blocks(fill, self.n, block=_BAND)
-            self.passes += self.n
+            self.passes += self.n / 2
             self._kernel = kernel
         return self._kernel
+
+
+class _Lists(NamedTuple):
+    """Entries of the kernel and the documents they are shared with, a list for each of some documents: those of the
+    k-th lie from starts[k] on, lengths[k] of them."""
+
+    others: np.ndarray
+    entries: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
 
 
 class Coverage:
     """What a growing selection covers, and what each document would add to it.
 
-    Early on gains are read off whole kernel rows. An entry K_xy can bring a gain only while it exceeds y's cover, which
-    never falls; once few entries are left they are listed row by row, and lists shrink as they are read. With a dense
-    kernel gains are the same either way; without one an entry that is formed twice may differ in its last bit.
+    Early on gains are sums over whole kernel rows. An entry K_xy can bring x a gain only while it exceeds y's cover,
+    which never falls. Once few such entries are left they are listed, and from then on `current` holds every gain:
+    adding u changes the cover of the y in u's row, and for each of those the gains of the x in y's column.
+
+    With a dense kernel gains are the same whether listed or not; without one an entry that is formed twice may differ
+    in its last bit. current: float64[N] once there are lists, or None.
     """
 
     def __init__(self, facility: FacilityLocation) -> None:
         n = facility.n
+        self.current: np.ndarray | None = None
         self._facility = facility
         self._cover = np.ones(n, np.float32)
         self._size = 0
-        self._lists: list[tuple[np.ndarray, np.ndarray]] | None = None
         self._sample = np.zeros((0, n), np.float32)
-        self._room = _MARGIN * (facility.memory_limit - (4.0 * n * n if facility.is_dense else 0.0))
+        self._room = facility.memory_limit - (4.0 * n * n if facility.is_dense else 0.0)
 
     def gains(self, positions: np.ndarray) -> np.ndarray:
         """float64[k]: FL(U ∪ x) − FL(U) for the documents x at these positions, U being what was added so far."""
-        n = self._facility.n
-        if self._lists is None:
-            return (self._facility.sums(positions, self._cover) - self._cover.sum(dtype=np.float64)) / n
-        gains = np.empty(positions.size)
-        for k, x in enumerate(positions.tolist()):
-            columns, entries = self._lists[x]
-            over = entries - self._cover[columns]
-            live = over > 0
-            over = over[live]
-            gains[k] = over.sum(dtype=np.float64)
-            if 4 * over.size < 3 * columns.size:
-                # in place, so that what has shrunk takes no more memory
-                columns, entries = columns[: over.size], entries[: over.size]
-                columns[:], entries[:] = self._lists[x][0][live], self._lists[x][1][live]
-                self._lists[x] = columns, entries
-        return gains / n
+        if self.current is not None:
+            return self.current[positions]
+        sums = self._facility.sums(positions, self._cover)
+        return (sums - self._cover.sum(dtype=np.float64)) / max(1, self._facility.n)
 
     def add(self, position: int) -> None:
         """Add the document at this position to U."""
         self._size += 1
-        if self._lists is not None:
-            columns, entries = self._lists[position]
-            self._cover[columns] = np.maximum(self._cover[columns], entries)
+        if self.current is not None:
+            self._add_listed(position)
             return
         np.maximum(self._cover, self._facility.rows(np.array([position]))[0], out=self._cover)
         # the share of live entries falls like 1/|U|
@@ -275,40 +274,76 @@ class Coverage:
         if not self._sample.size:
             self._sample = facility.rows(np.linspace(0, n - 1, _SAMPLE).astype(np.int64))
         share = np.count_nonzero(self._sample > self._cover) / self._sample.size
-        if share > _SPARSE or share * n * n * _LISTED > self._room:
+        if share > _SPARSE or share * n * n * _LISTED > _MARGIN * self._room:
             return
+        self._sample = self._sample[:0]
 
-        def collect(start: int, stop: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        def collect(start: int, stop: int) -> tuple[_Lists, _Lists | None]:
             band = facility.band(start, stop)
-            live = band > self._cover
-            entries, columns = band[live], np.nonzero(live)[1].astype(np.int32)
-            ends = np.cumsum(np.count_nonzero(live, axis=1))[:-1]
-            return list(zip(np.split(columns, ends), np.split(entries, ends), strict=True))
+            by_row = None if facility.is_dense else _listed(band, band > self._cover)
+            return _listed(band, band > self._cover[start:stop, None]), by_row
 
         parts = map_blocks(collect, n, block=int(np.clip(_TILE // n, 16, _BAND)))
-        facility.passes += 0 if facility.is_dense else n
-        self._lists = [row for part in parts for row in part]
-        self._sample = self._sample[:0]
+        self._columns = _joined([column for column, _ in parts])
+        if not facility.is_dense:
+            self._rows = _joined([row for _, row in parts if row is not None])
+            facility.passes += n
+        self._sums = np.zeros(n)
+        for a in range(0, n, _BAND):
+            lengths = self._columns.lengths[a : a + _BAND]
+            part = slice(self._columns.starts[a], self._columns.starts[a] + lengths.sum())
+            over = self._columns.entries[part] - np.repeat(self._cover[a : a + _BAND], lengths)
+            self._sums += np.bincount(self._columns.others[part], over, n)
+        self.current = self._sums / n
+
+    def _add_listed(self, position: int) -> None:
+        if self._facility.is_dense:
+            entries = self._facility.band(position, position + 1)[0]
+            raised = np.flatnonzero(entries > self._cover)
+            new = entries[raised]
+        else:
+            row = slice(self._rows.starts[position], self._rows.starts[position] + self._rows.lengths[position])
+            raised, new = self._rows.others[row], self._rows.entries[row]
+            higher = new > self._cover[raised]
+            raised, new = raised[higher], new[higher]
+        lists = self._columns
+        starts, lengths = lists.starts[raised], lists.lengths[raised]
+        at = _ranges(starts, lengths)
+        x, entries = lists.others[at], lists.entries[at]
+        old, new_at = np.repeat(self._cover[raised], lengths), np.repeat(new, lengths)
+        self._sums -= np.bincount(x, np.minimum(entries, new_at) - old, self._sums.size)
+        self._cover[raised] = new
+        np.divide(self._sums, self._sums.size, out=self.current)
+        # entries that the cover has reached are dropped, in place
+        live = entries > new_at
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        kept = np.diff(np.concatenate([[0], np.cumsum(live)])[ends])
+        lists.lengths[raised] = kept
+        at = _ranges(starts, kept)
+        lists.others[at], lists.entries[at] = x[live], entries[live]
 
 
 def group_values(xp: Any, mask: Any, rows: Any, size: int) -> Any:
     """[G]: FL of each mask over its batch, the batch being its own ground set.
 
-    xp: numpy or torch; mask: float [G, B] of 0 and 1, `size` ones in each row; rows: float [B, d], unit rows. The
-    batch's kernel is formed once, in strips of columns, and a mask's maximum is taken over the rows it holds; nothing
-    waits for the device.
+    xp: numpy or torch; mask: float [G, B] of 0 and 1, at most `size` ones in each row; rows: float [B, d], unit rows.
+    The batch's kernel is formed once, in strips of columns, and a mask's maximum is taken over the rows it holds;
+    nothing waits for the device.
     """
     group, batch = mask.shape
-    total = xp.zeros_like(mask[:, 0])
+    total = xp.zeros_like(mask.sum(1))
     if not size:
         return total
     held = xp.argsort(-mask, 1)[:, :size]
+    # a mask of fewer holds its first document several times, and an empty one none
+    ones = mask.sum(1)[:, None]
+    held = xp.where(xp.cumsum(xp.ones_like(held), 1) <= ones, held, held[:, :1])
     strip = max(1, _GROUPED // batch)
     for a in range(0, batch, strip):
         kernel = rows @ rows[a : a + strip].T
         for j in range(group):
             total[j] += xp.clip(xp.amax(kernel[held[j]], 0), 0.0, None).sum()
-    return total / batch
+    return total * mask.any(1) / batch
 
 
 def product_error(d: int) -> float:
@@ -320,11 +355,25 @@ def product_error(d: int) -> float:
     return _gamma(d + 12, _HALF_ULP_32) + d * 2.0**-120
 
 
-def _tile_sums(chosen: np.ndarray, columns: np.ndarray, cover: np.ndarray) -> np.ndarray:
-    tile = chosen @ columns.T
-    tile += 1.0
-    np.maximum(tile, cover, out=tile)
-    return tile.sum(axis=1, dtype=np.float64)
+def _listed(band: np.ndarray, live: np.ndarray) -> _Lists:
+    at, firsts = np.flatnonzero(live), np.arange(0, live.size, live.shape[1])
+    lengths = np.diff(np.searchsorted(at, np.append(firsts, live.size)))
+    entries = np.ravel(band)[at]
+    at -= np.repeat(firsts, lengths)
+    return _Lists(at.astype(np.int32), entries, np.cumsum(lengths) - lengths, lengths)
+
+
+def _joined(parts: list[_Lists]) -> _Lists:
+    others = np.concatenate([part.others for part in parts])
+    entries = np.concatenate([part.entries for part in parts])
+    lengths = np.concatenate([part.lengths for part in parts])
+    return _Lists(others, entries, np.cumsum(lengths) - lengths, lengths)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64[Σ lengths]: start, start + 1, … of each range in turn."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if ends.size else 0)
 
 
 def _gamma(k: int, half_ulp: float) -> float:

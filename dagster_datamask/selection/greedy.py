@@ -36,8 +36,9 @@ _ROWS = 2048
 class GreedyOptions:
     """variant: "lazy" renews facility location's gains only where an old one, which bounds it, could still win
     (Minoux 1978), and chooses what plain greedy would; "stochastic" takes the best of a random sample each time
-    (Mirzasoleiman et al. 2015, arXiv 1409.7938), "lazier" the same with old gains as bounds. epsilon: a sample has
-    (N/S)·ln(1/ε) documents, and ends at (1 − 1/e − ε) of the optimum or more in expectation where F is monotone submodular.
+    (Mirzasoleiman et al., arXiv 1409.7938), "lazier" the same with old gains as bounds. epsilon: a sample has
+    (N/S)·ln(1/ε) documents, which gives 1 − 1/e − ε of the optimum in expectation where the objective is monotone
+    submodular.
     """
 
     variant: Literal["lazy", "stochastic", "lazier"] = "lazy"
@@ -51,7 +52,7 @@ class GreedyOptions:
 
 
 class Chosen(NamedTuple):
-    """positions: int64[S] in the order chosen; gains: float64[S], what each added to the objective, in search precision;
+    """positions: int64[S] in the order chosen; gains: float64[S], what each added to the objective in search precision;
     passes: products of the whole pool with one vector."""
 
     positions: np.ndarray
@@ -82,10 +83,11 @@ def greedy(
     z: float32[N, d], unit rows in canonical order; linear: float64[N], finite; fl, pws, second_moment: weights ≥ 0 of
     the terms; facility: over the same z, to share its kernel, or else one is made within memory_limit bytes.
     costs: int64[N] ≥ 1, and budget is in the same unit: a document is a candidate while it fits, and of the greedy by
-    gain and the greedy by gain per cost the better is kept. groups: int[N] in 0..len(quotas): a document is a candidate
-    while its group has room. Ties go to the lower position. Samples are keyed by (seed, "greedy", split).
+    gain and the greedy by gain per cost the better is kept. groups: int[N] in 0..len(quotas), quotas in the budget's
+    unit: a document is a candidate while it fits its group's. Ties go to the lower position. Samples are keyed by
+    (seed, "greedy", split).
 
-    progress(step, steps, {"value": sum of the gains so far}) is called about 50 times, with costs in units of the budget.
+    progress(step, steps, {"value": sum of the gains so far}) is called about 50 times, in units of the budget.
 
     Raises ValueError for arguments that do not fit together, and for a budget that cannot be filled.
     """
@@ -180,30 +182,21 @@ class _Candidates:
         groups: np.ndarray | None,
         quotas: list[int] | None,
     ) -> None:
-        self._costs, self._groups = costs, groups
-        self._room = list(quotas) if quotas is not None else []
+        self._costs = np.ones(n, np.int64) if costs is None else costs
+        self._groups, self._room = groups, np.array([] if quotas is None else quotas, np.int64)
         self._budget, self.spent = budget, 0
-        self.open = np.full(n, budget > 0)
-        if costs is not None:
-            self.open &= costs <= budget
-        for group, room in enumerate(self._room):
-            if room < 1:
-                self.open[groups == group] = False
+        self.open = self._costs <= budget
+        if groups is not None:
+            self.open &= self._costs <= self._room[groups]
 
     def add(self, position: int) -> None:
+        cost = int(self._costs[position])
+        self.spent += cost
         self.open[position] = False
-        if self._costs is None:
-            self.spent += 1
-            if self.spent == self._budget:
-                self.open[:] = False
-        else:
-            self.spent += int(self._costs[position])
-            self.open &= self._costs <= self._budget - self.spent
+        self.open &= self._costs <= self._budget - self.spent
         if self._groups is not None:
-            group = self._groups[position]
-            self._room[group] -= 1
-            if not self._room[group]:
-                self.open[self._groups == group] = False
+            self._room[self._groups[position]] -= cost
+            self.open &= self._costs <= self._room[self._groups]
 
 
 def _search(
@@ -219,32 +212,33 @@ def _search(
 ) -> Chosen:
     coverage = Coverage(facility) if facility is not None else None
     # facility location's gains, or what bounds them
-    bounds = np.zeros(candidates.open.size) if coverage is None else np.full(candidates.open.size, np.inf)
+    bounds = np.full(candidates.open.size, 0.0 if coverage is None else np.inf)
     if coverage is not None and options.variant == "lazy" and budget:
         bounds = coverage.gains(np.arange(bounds.size))
     sample = math.ceil(terms.costs.sum() / max(1, budget) * math.log(1.0 / options.epsilon))
+    shares = terms.costs if per_cost else np.ones(bounds.size)
     positions: list[int] = []
     gains: list[float] = []
     value, due = 0.0, 0.0
     while candidates.open.any():
         tried = np.flatnonzero(candidates.open)
+        together = _FIRST
         if options.variant != "lazy" and tried.size > sample:
             tried = np.sort(tried[generator.choice(tried.size, sample, replace=False, shuffle=False)])
-        if coverage is not None and options.variant == "stochastic":
-            bounds[tried] = coverage.gains(tried)
-        # a document that is in question again in the same step has been renewed
-        fresh = np.full(tried.size, coverage is None or options.variant == "stochastic")
-        share = terms.costs[tried] if per_cost else 1.0
-        keys = (fl * bounds[tried] + terms.marginals[tried]) / share
-        together = _FIRST
+        current = None if coverage is None else coverage.current
+        if current is not None:
+            bounds = current
+        elif coverage is not None and options.variant == "stochastic":
+            bounds[tried], together = np.inf, tried.size
+        fresh = np.full(tried.size, coverage is None or current is not None)
+        keys = (fl * bounds[tried] + terms.marginals[tried]) / shares[tried]
         while not fresh[best := int(keys.argmax())] and coverage is not None:
-            least = keys[fresh].max(initial=-np.inf)
-            asked = np.flatnonzero(~fresh & (keys >= least))
+            asked = np.flatnonzero(~fresh & (keys >= keys[fresh].max(initial=-np.inf)))
             if asked.size > together:
                 asked = asked[top_s(keys[asked], together)]
             stale = tried[asked]
             bounds[stale] = coverage.gains(stale)
-            keys[asked] = (fl * bounds[stale] + terms.marginals[stale]) / (share[asked] if per_cost else 1.0)
+            keys[asked] = (fl * bounds[stale] + terms.marginals[stale]) / shares[stale]
             fresh[asked] = True
             together = min(2 * together, _MOST)
         chosen = int(tried[best])

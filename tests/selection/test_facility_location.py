@@ -144,7 +144,7 @@ def test_coverage_keeps_gains_through_the_change_to_lists(kernel: str, shift: fl
             upper = facility.gains(covered(facility, chosen))
             np.testing.assert_allclose(gains, upper, atol=2.1 * product_error(24))
         previous = gains
-    assert coverage._lists is not None
+    assert coverage.current is not None
 
 
 def test_lists_change_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_lists_change_no_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         coverage = Coverage(FacilityLocation(z))
         for u in range(100):
             coverage.add(u)
-        assert (coverage._lists is not None) == (small == 512)
+        assert (coverage.current is not None) == (small == 512)
         # read twice: the second time from lists that have shrunk
         found += [coverage.gains(everyone), coverage.gains(everyone)]
     for other in found[1:]:
@@ -175,4 +175,13 @@ def test_group_values_against_the_definition(size: int, strip: int, monkeypatch:
     exact = [fl(z, np.flatnonzero(row).tolist()) for row in masks]
     np.testing.assert_allclose(group_values(np, masks, z, size), exact, atol=1e-6)
     found = group_values(torch, torch.from_numpy(masks), torch.from_numpy(z), size)
+    np.testing.assert_allclose(found.numpy(), exact, atol=1e-6)
+
+
+def test_group_values_of_masks_of_several_sizes() -> None:
+    z = pool(6, 9, 3)
+    masks = np.array([[1, 0, 0, 1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0, 0], np.zeros(9)], np.float32)
+    exact = [fl(z, np.flatnonzero(row).tolist()) for row in masks]
+    np.testing.assert_allclose(group_values(np, masks, z, 3), exact, atol=1e-6)
+    found = group_values(torch, torch.from_numpy(masks), torch.from_numpy(z), 3)
     np.testing.assert_allclose(found.numpy(), exact, atol=1e-6)
