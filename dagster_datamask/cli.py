@@ -363,12 +363,13 @@ def _write_sweep(path: Path, result: dict[str, Any]) -> None:
     from dagster_datamask.shards.writer import atomic
 
     rows = result["rows"]
+    table = pl.DataFrame(rows, infer_schema_length=None)
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temp:
         if path.suffix == ".csv":
-            pl.DataFrame(rows).write_csv(temp)
+            table.write_csv(temp)
         elif path.suffix == ".parquet":
-            pl.DataFrame(rows).write_parquet(temp)
+            table.write_parquet(temp)
         elif path.suffix == ".png":
             temp.write_bytes(front_figure(rows, result["uniform"]))
         else:

@@ -430,6 +430,7 @@ def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: st
     runs on different pools compare. Each panel tells how far its runs lie apart at the end.
     """
     figure, panels = _figure(title, 2)
+    panels[1].sharey(panels[0])
     for panel, (group, runs) in zip(panels, groups.items(), strict=True):
         if not any(runs.values()):
             _say(panel, "no optimisation step was recorded")
@@ -450,8 +451,9 @@ def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: st
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("step")
-        panel.set_ylabel("share of the achievable gain")
         panel.legend(loc="lower right", frameon=False, fontsize=_SMALL)
+    panels[0].set_ylabel("share of the achievable gain")
+    panels[1].tick_params(labelleft=False)
     return _png(figure)
 
 

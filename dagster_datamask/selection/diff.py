@@ -186,7 +186,7 @@ def _load(con: duckdb.DuckDBPyConnection, name: str, side: _Side) -> None:
     try:
         con.execute(
             f"CREATE TABLE given AS SELECT CAST({side.id} AS VARCHAR) AS doc_id, {selected} AS selected, "
-            f"{decision} AS decision, {', '.join(optional)} FROM source"
+            f"CAST({decision} AS VARCHAR) AS decision, {', '.join(optional)} FROM source"
         )
     except duckdb.Error as error:
         raise ValueError(f"{side.path}: cannot be read as a mask or manifest ({str(error).splitlines()[0]})") from error
@@ -201,8 +201,8 @@ def _load(con: duckdb.DuckDBPyConnection, name: str, side: _Side) -> None:
         raise BadInput(f"{side.path}: the id {twice[0]!r} stands in {twice[1]} rows; every document needs its own")
     rank = "rank"
     if "rank" not in side.columns:
-        order = "PARTITION BY split ORDER BY score DESC, selected DESC, doc_id"
-        rank = f"CASE WHEN score IS NOT NULL THEN row_number() OVER ({order} NULLS LAST) END"
+        order = "PARTITION BY split ORDER BY score DESC NULLS LAST, selected DESC, doc_id"
+        rank = f"CASE WHEN score IS NOT NULL THEN row_number() OVER ({order}) END"
     con.execute(f"CREATE TABLE ranked AS SELECT * REPLACE ({rank} AS rank) FROM given")
     con.execute(
         f"""CREATE TABLE {name} AS
