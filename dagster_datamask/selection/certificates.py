@@ -154,7 +154,7 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     others: the mask's metrics but pws, which are no sums over documents. The parts' columns are "quality", scaled,
     "quality_raw", and the further scores, scaled; those that are missing are not averaged.
     """
-    vectors = GridSum(passes.d, costs=passes.tokens, fine=True)
+    vectors = GridSum(passes.d, costs=passes.tokens, fine=passes.tokens)
     sums: dict[str, ScalarSum] = {}
     documents = amount = 0
     largest: dict[str, float] = {}
@@ -226,8 +226,9 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
     given = passes.given_size * passes.given_linear
     for _, scale, piece in passes.pieces(point) if passes.given is not None else ():
         given -= 2.0 * passes.given.size * scale * float(passes.given.mean @ piece)
-    mean = _largest_mean(passes, given, largest + spread)
-    return float(point @ point) + mean
+    bound = float(point @ point) + _largest_mean(passes, given, largest + spread)
+    # the empty mask is worth 0, where there may be one
+    return max(bound, 0.0) if passes.tokens and not passes.given_size and _may_be_empty(passes) else bound
 
 
 def _scores_at(passes: Passes, part: Part, rows: np.ndarray, point: np.ndarray) -> np.ndarray:
@@ -251,13 +252,11 @@ def _largest_mean(passes: Passes, given: float, largest: float) -> float:
     most = np.array(passes.amounts, object)
     if not passes.tokens:
         return (given + _sum_above(passes, passes.amounts, largest)) / (passes.amount + passes.given_size)
-    longest = np.zeros(most.size, np.int64)
-    for _, part in passes.each():
-        groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
-        np.maximum.at(longest, groups, part.costs)
-    # the mean of no documents is none: at least a token
-    least = np.maximum(most - longest, np.minimum(most, 1))
-    level, fewest, all_of_it = -np.inf, int(sum(least)) + passes.given_size, int(sum(most)) + passes.given_size
+    longest = _longest(passes)
+    least = np.maximum(most - longest, 0)
+    # the mean of no documents is none
+    fewest, all_of_it = max(int(sum(least)) + passes.given_size, 1), int(sum(most)) + passes.given_size
+    level = -np.inf
     for left in reversed(range(_ROUNDS)):
         filled = np.zeros(most.size, np.int64)
         for _, part in passes.each():
@@ -274,6 +273,19 @@ def _largest_mean(passes: Passes, given: float, largest: float) -> float:
                 break
         level = total / everything
     return level + max(excess / fewest, excess / all_of_it)
+
+
+def _longest(passes: Passes) -> np.ndarray:
+    """int64[G]: the tokens of each group's largest document."""
+    longest = np.zeros(len(passes.amounts), np.int64)
+    for _, part in passes.each():
+        groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
+        np.maximum.at(longest, groups, part.costs)
+    return longest
+
+
+def _may_be_empty(passes: Passes) -> bool:
+    return bool((np.array(passes.amounts, object) <= _longest(passes)).all())
 
 
 def _sum_above(passes: Passes, amounts: list[int], largest: float) -> float:
@@ -296,7 +308,7 @@ def numerical_error(passes: Passes, terms: Terms, point: np.ndarray, amount: int
     """
     d, beta = passes.d, terms.beta
     norm = float(np.linalg.norm(point))
-    grid = GridSum(1, costs=passes.tokens, fine=True).unit * float(np.sqrt(d))
+    grid = GridSum(1, costs=passes.tokens, fine=passes.tokens).unit * float(np.sqrt(d))
     mean = gamma(d + 6, HALF_ULP_64) + grid
     # ‖ẑ‖ ≤ 1 bounds the norm of the mean of absolute values, and ‖mean‖ ≤ 1 what its error is multiplied by
     value = beta * (2.0 * mean + mean * mean + gamma(d + 4, HALF_ULP_64))

@@ -245,9 +245,10 @@ class _Hull:
 def round_and_polish(
     passes: Passes, state: Relaxation, options: CertifiedOptions, progress: Progress | None = None
 ) -> None:
-    """Leave the parts' `best` as the best of the vertices met, the rounded relaxation, and swaps from there."""
-    if state.bound - state.best_value <= options.gap or state.optimum is not None:
-        return
+    """Leave the parts' `best` as the best of the vertices met, the rounded relaxation, and swaps from there.
+
+    Under a token budget what is left of it is then filled with documents that still fit, whatever they add.
+    """
     low, high = np.inf, -np.inf
     for _, part in passes.each():
         low, high = min(low, part.scores.min(initial=np.inf)), max(high, part.scores.max(initial=-np.inf))
@@ -257,18 +258,20 @@ def round_and_polish(
     def keys(part: Part) -> np.ndarray:
         return part.base + tilt * part.scores
 
-    vertex = passes.take(passes.cut(keys, passes.amounts), keys)
-    state.improve(passes, vertex)
-    _log(state, options, "rounded", progress)
+    if state.optimum is None and state.bound - state.best_value > options.gap:
+        state.improve(passes, passes.take(passes.cut(keys, passes.amounts), keys))
+        _log(state, options, "rounded", progress)
+        # what all moves together can gain is of the order of 4β/S² each
+        gain = options.moves * 4.0 * passes.beta / max(passes.amount, 1) ** 2
+        if not passes.tokens and gain >= 0.1 * options.gap:
+            passes.restore()
+            state.improve(passes, _swap(passes, options.moves))
+            _log(state, options, "swapped", progress)
     if passes.tokens:
-        state.improve(passes, _fill(passes, keys))
-        _log(state, options, "filled", progress)
-        return
-    # what all moves together can gain is of the order of 4β/S² each
-    if options.moves * 4.0 * passes.beta / max(passes.amount, 1) ** 2 >= 0.1 * options.gap:
         passes.restore()
-        state.improve(passes, _swap(passes, options.moves))
-        _log(state, options, "swapped", progress)
+        state.best_value = _fill(passes, keys).value
+        passes.keep()
+        _log(state, options, "filled", progress)
 
 
 def _fill(passes: Passes, keys: Callable[[Part], np.ndarray]) -> Vertex:
@@ -371,7 +374,8 @@ def _products(passes: Passes, unit: np.ndarray, point: np.ndarray) -> np.ndarray
 
 def _largest_eigenvalue(passes: Passes, unit: np.ndarray) -> float:
     """A little more than the largest eigenvalue of Σ φ_i φ_iᵀ, by power iteration."""
-    direction = _features(passes, unit, np.ones(len(unit)))
+    # weights that cancel for no pair of opposite rows
+    direction = _features(passes, unit, np.where(np.arange(len(unit)), 1.0, 2.0))
     size = 0.0
     for _ in range(15):
         norm = float(np.linalg.norm(direction))

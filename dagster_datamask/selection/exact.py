@@ -11,7 +11,7 @@ import numpy as np
 
 # entries are rounded to multiples of 2**-bits, and what that leaves, where it counts, to multiples of 2**-2·bits:
 # 64 rows of them fit a float64 exactly, and 32 blocks of 1024 rows an int64
-_BITS = 30
+_BITS = 47
 # with rows that count up to 2**24 tokens each
 _BITS_OF_TOKENS = 22
 MOST_TOKENS = 1 << 24

@@ -14,7 +14,7 @@ import numpy as np
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.selection.budgets import Budget
 from dagster_datamask.selection.disf import disf_group_values, second_moment_group_values
-from dagster_datamask.selection.facility_location import facility_location_group_values, facility_location_kernel
+from dagster_datamask.selection.facility_location import group_values as facility_location_group_values
 from dagster_datamask.selection.pool import Pool
 from dagster_datamask.selection.sampling import Draws, draws
 
@@ -256,8 +256,9 @@ class _Ascent:
             columns = np.flatnonzero(groups == g)
             there = source.index(columns)
             if costs is None:
-                size = min(columns.size, round(self.shares[g] * columns.size))
-                mask[:, there] = source.mask(keys[:, there], size)
+                size = round(self.shares[g] * columns.size)
+                if size:
+                    mask[:, there] = source.mask(keys[:, there], size) if size < columns.size else 1.0
             else:
                 tokens = costs[columns]
                 mask[:, there] = source.filled(keys[:, there], source.put(tokens), self.shares[g] * float(tokens.sum()))
@@ -274,13 +275,19 @@ class _Ascent:
             return -(mean * mean).sum(1)
         rows = source.single(vectors)
         if name == "facility_location":
-            kernel = facility_location_kernel(source.xp, rows)
-            return source.banded(mask, lambda xp, band: facility_location_group_values(xp, band, kernel))
+            return facility_location_group_values(source.xp, mask, rows, self._most(mask))
         values = disf_group_values if name == "disf" else second_moment_group_values
+        if self.costs is None:
+            size = self._most(mask)
+            return source.banded(mask, lambda xp, band: values(xp, band, rows, size))
         # sizes differ between masks under a token budget
         return source.banded(
             mask, lambda xp, band: xp.stack([values(xp, row[None, :], rows, int(row.sum()))[0] for row in band])
         )
+
+    def _most(self, mask: Any) -> int:
+        """Documents of the largest mask."""
+        return self.taken if self.groups is None and self.costs is None else int(mask.sum(1).max())
 
     def _worth(self, logits: np.ndarray) -> dict[str, float]:
         """{"mask_value": f} of the mask that the logits stand for, where f is made of means."""
@@ -288,6 +295,8 @@ class _Ascent:
         if set(weights) - {"pws"}:
             return {}
         rows = self.fill(logits)
+        if not rows.size:
+            return {"mask_value": 0.0}
         costs = np.ones(rows.size) if self.budget.costs is None else self.budget.costs[rows].astype(np.float64)
         ordered = np.argsort(self.pool.ties[rows])
         rows, costs = rows[ordered], costs[ordered]

@@ -7,6 +7,7 @@ that do not fit into memory (`corpus`).
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,8 @@ from dagster_datamask.selection.certificates import (
 from dagster_datamask.selection.certified import CertifiedOptions, Relaxation, relax, round_and_polish, uniform_start
 from dagster_datamask.selection.disf import conditional_gradient, disf_greedy, disf_value
 from dagster_datamask.selection.dvrl import DvrlOptions, dvrl, quality_and_similarity
-from dagster_datamask.selection.facility_location import FacilityLocation
+from dagster_datamask.selection.exact import Scored, cut
+from dagster_datamask.selection.facility_location import Cover, FacilityLocation
 from dagster_datamask.selection.greedy import GreedyOptions, greedy
 from dagster_datamask.selection.objectives import CONCAVE, METRICS, QualityDiversity
 from dagster_datamask.selection.passes import InMemory, Passes
@@ -34,6 +36,9 @@ from dagster_datamask.selection.pool import Pool, prepare_pool
 from dagster_datamask.selection.sampling import ranks
 from dagster_datamask.selection.semdedup import SemDeDupOptions, semdedup
 from dagster_datamask.selection.vectors import FEATURES
+
+# entries of the trajectory of a solver that adds one document at a time
+_ENTRIES = 50
 
 Options = PolicyGradientOptions | CertifiedOptions | GreedyOptions | SemDeDupOptions | DvrlOptions
 
@@ -129,6 +134,17 @@ class _Job:
     def linear(self) -> np.ndarray:
         """float64[N]: linear in canonical order."""
         return self.pool.canonical(self.pool.linear)
+
+    @cached_property
+    def facility(self) -> FacilityLocation:
+        """Facility location over the pool, its kernel shared by the solver and the certificate."""
+        limit = {} if self.memory_limit is None else {"memory_limit": self.memory_limit}
+        return FacilityLocation(self.unit(), **limit)
+
+    def cover(self, rows: np.ndarray) -> Cover:
+        """How these rows cover the pool."""
+        positions = np.sort(self.pool.ties[rows].astype(np.int64))
+        return self.facility.cover(positions, lambda at: self.pool.vectors.double(self.pool.order[at]))
 
     def by_row(self, canonical: np.ndarray) -> np.ndarray:
         """Values by canonical position as values by row."""
@@ -241,7 +257,7 @@ def _certify(job: _Job, solved: _Solved) -> tuple[Certificate, Evaluation]:
     pool, budget, passes = job.pool, job.budget, job.passes
     part = passes.parts.part
     weights = pool.terms.weights
-    others, location = _other_metrics(job, solved.rows)
+    others = _other_metrics(job, solved.rows)
     relaxation = solved.relaxation
     concave = not set(weights) - set(CONCAVE)
     if concave and relaxation is None and budget.amount:
@@ -271,8 +287,8 @@ def _certify(job: _Job, solved: _Solved) -> tuple[Certificate, Evaluation]:
         point = relaxation.bound_point
     else:
         point = passes.restore().point
-        if location is not None:
-            bound, more_error = _facility_location_bound(job, solved.rows, location, point)
+        if weights.get("facility_location") and budget.amount:
+            bound, more_error = _facility_location_bound(job, solved.rows, point)
     certificate = certify(
         passes,
         pool.terms,
@@ -288,12 +304,11 @@ def _certify(job: _Job, solved: _Solved) -> tuple[Certificate, Evaluation]:
     return certificate, evaluation
 
 
-def _other_metrics(job: _Job, rows: np.ndarray) -> tuple[dict[str, float], FacilityLocation | None]:
-    """(the metrics of the mask that are no sums over documents, what facility location's bound is taken with)."""
+def _other_metrics(job: _Job, rows: np.ndarray) -> dict[str, float]:
+    """The metrics of the mask of these rows that are no sums over documents."""
     pool, asked = job.pool, job.pool.terms.diversity
     rows = rows[np.argsort(pool.ties[rows])]
     found: dict[str, float] = {}
-    location = None
     if "disf" in asked:
         found["disf"] = disf_value(pool.vectors.double(rows))
     if "disf_second_moment" in asked:
@@ -304,9 +319,27 @@ def _other_metrics(job: _Job, rows: np.ndarray) -> tuple[dict[str, float], Facil
         mean = total / max(costs.sum(), 1.0)
         found["disf_second_moment"] = -float(mean @ mean)
     if "facility_location" in asked:
-        location = job.location()
-        found["facility_location"] = location.value(pool.ties[rows].astype(np.int64))
-    return found, location
+        found["facility_location"] = job.cover(rows).value
+    return found
+
+
+def _facility_location_bound(job: _Job, rows: np.ndarray, point: np.ndarray) -> tuple[float, float]:
+    """(what no feasible mask exceeds, by the gains of adding any document to the mask of these rows; its rounding
+    error beyond that of the other terms)."""
+    pool, budget, passes = job.pool, job.budget, job.passes
+    weight = pool.terms.weights["facility_location"]
+    cover = job.cover(rows)
+    gains = job.by_row(job.facility.gains(cover))
+    error = weight * (2.0 * cover.error + 1e-15)
+    if budget.costs is None:
+        # the mean of a score is over as many documents as are chosen
+        return weight * cover.value + upper_bound(passes, point, extra=passes.amount * weight * gains), error
+    # the most that the gains of documents within the budget add up to, a document counted by what of it fits
+    part = Scored(gains / budget.costs, pool.ties, budget.costs, budget.groups)
+    at = cut(lambda: iter([part]), 1, budget.amounts)
+    most = float(gains[at.whole(part)].sum())
+    most += sum(float(fraction * gains[row]) for row, fraction in zip(*at.partial(part), strict=True))
+    return weight * (cover.value + most) + upper_bound(passes, point), error + weight * most * 1e-12
 
 
 def _policy_gradient(job: _Job) -> _Solved:
@@ -401,6 +434,49 @@ def _only(job: _Job, solver: str, metrics: tuple[str, ...], *, plain: bool = Fal
         raise ValueError(f"solver {solver!r} knows {', '.join(metrics)}, not {others[0]}; take 'policy_gradient'")
     if plain and (job.budget.costs is not None or job.budget.groups is not None):
         raise ValueError(f"solver {solver!r} takes a number of documents, without quotas; take another solver")
+
+
+def _greedy(job: _Job) -> _Solved:
+    options = job.options if isinstance(job.options, GreedyOptions) else GreedyOptions()
+    pool, budget, weights = job.pool, job.budget, job.pool.terms.weights
+    groups = None if budget.groups is None else pool.canonical(budget.groups)
+    costs = None if budget.costs is None else pool.canonical(budget.costs)
+    if "disf" in weights:
+        _only(job, "greedy", ("disf",), plain=True)
+        found = disf_greedy(
+            job.unit(), job.linear(), weight=weights["disf"], budget=budget.amount, progress=job.progress
+        )
+        positions, gains, passes = found.positions, found.gains, found.passes
+    else:
+        chosen = greedy(
+            job.facility.z if "facility_location" in weights else job.unit(),
+            job.linear(),
+            fl=weights.get("facility_location", 0.0),
+            pws=weights.get("pws", 0.0),
+            second_moment=weights.get("disf_second_moment", 0.0),
+            budget=budget.amount,
+            options=options,
+            seed=job.seed,
+            split=job.split,
+            facility=job.facility if "facility_location" in weights else None,
+            costs=costs,
+            groups=groups,
+            quotas=None if groups is None else list(budget.amounts),
+            progress=job.progress,
+        )
+        positions, gains, passes = chosen.positions, chosen.gains, chosen.passes
+    # what was chosen first is best; what was not chosen has no place in that order
+    scores = np.full(pool.n, -1.0)
+    scores[positions] = np.arange(positions.size, 0, -1) / max(positions.size, 1)
+    trajectory = _growth(gains)
+    return _Solved(np.sort(pool.order[positions]), job.by_row(scores), passes, trajectory)
+
+
+def _growth(gains: np.ndarray) -> list[dict[str, Any]]:
+    """The value after some of the choices."""
+    values = np.cumsum(gains)
+    every = max(1, values.size // _ENTRIES)
+    return [{"step": k + 1, "value": float(values[k])} for k in range(every - 1, values.size, every)]
 
 
 def _conditional_gradient(job: _Job) -> _Solved:

@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from dagster_datamask import keyed
-from dagster_datamask.selection.objectives import BadInput, QualityDiversity, canonical_order, map_blocks
+from dagster_datamask.selection.exact import GridSum
+from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score, canonical_order, map_blocks
+from dagster_datamask.selection.pool import prepare_pool
 
 from .oracles import ids_of, vectors
 
@@ -10,10 +12,8 @@ Q = np.array([2.0, 8.0, 5.0, 11.0])
 
 
 def scaled(scale: str, constants: tuple[float, float] | None = None, quality: np.ndarray = Q) -> list[float]:
-    pool = QualityDiversity(np.eye(4), quality, 0.5, scale, constants).prepare(ids_of(4))
-    back = np.empty(4)
-    back[pool.order] = pool.scaled
-    return back.tolist()
+    pool = prepare_pool(QualityDiversity(np.eye(4), quality, 0.5, scale, constants), ids_of(4))
+    return pool.scaled.tolist()
 
 
 def test_scales() -> None:
@@ -32,42 +32,51 @@ def test_constant_quality_scales_to_zero(scale: str) -> None:
 def test_zscore_divides_diversity_by_the_spread_of_its_linear_scores() -> None:
     rng = np.random.default_rng(0)
     z = vectors(rng, 50, 4, 0.3)
-    pool = QualityDiversity(z, rng.uniform(0, 1, 50), 0.25, "zscore").prepare(ids_of(50))
-    assert 1 / pool.diversity_scale == pytest.approx(np.std(2 * z @ z.mean(axis=0)), rel=1e-12)
-    assert pool.beta == pytest.approx(0.75 * pool.diversity_scale)
-    alike = QualityDiversity(np.ones((3, 2)), None, 0.0, "zscore").prepare(ids_of(3))
-    assert alike.beta == 0.0
+    pool = prepare_pool(QualityDiversity(z, rng.uniform(0, 1, 50), 0.25, "zscore"), ids_of(50))
+    assert 1 / pool.terms.diversity["pws"] == pytest.approx(np.std(2 * z @ z.mean(axis=0)), rel=1e-12)
+    assert pool.terms.beta == pytest.approx(0.75 * pool.terms.diversity["pws"])
+    alike = prepare_pool(QualityDiversity(np.ones((3, 2)), None, 0.0, "zscore"), ids_of(3))
+    assert alike.terms.beta == 0.0
 
 
 def test_the_pool_does_not_depend_on_the_order_of_the_input() -> None:
     rng = np.random.default_rng(1)
     z, q, ids = rng.standard_normal((400, 7)).astype(np.float16), rng.uniform(0, 9, 400), ids_of(400)
     shuffle = rng.permutation(400)
-    one = QualityDiversity(z, q, 0.3, "zscore").prepare(ids)
-    other = QualityDiversity(z[shuffle], q[shuffle], 0.3, "zscore").prepare([ids[i] for i in shuffle])
-    for name in ("vectors", "inverse_norms", "mean", "scaled", "ties"):
-        assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
-    assert (one.checksum, one.beta) == (other.checksum, other.beta)
+    one = prepare_pool(QualityDiversity(z, q, 0.3, "zscore"), ids)
+    other = prepare_pool(QualityDiversity(z[shuffle], q[shuffle], 0.3, "zscore"), [ids[i] for i in shuffle])
+    assert one.unit().tobytes() == other.unit().tobytes()
+    assert one.mean.tobytes() == other.mean.tobytes()
+    for name in ("scaled", "linear", "ties"):
+        assert one.canonical(getattr(one, name)).tobytes() == other.canonical(getattr(other, name)).tobytes()
+    assert (one.checksum, one.terms, one.linear_mean) == (other.checksum, other.terms, other.linear_mean)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_stored_vectors_are_normalised_again(dtype: type) -> None:
     rng = np.random.default_rng(2)
     stored = (vectors(rng, 300, 20) * rng.uniform(0.5, 2, (300, 1))).astype(dtype)
-    pool = QualityDiversity(stored, None, 0.0).prepare(ids_of(300))
-    exact = stored[pool.order].astype(np.float64)
+    pool = prepare_pool(QualityDiversity(stored, None, 0.0), ids_of(300))
+    exact = stored.astype(np.float64)
     exact /= np.linalg.norm(exact, axis=1, keepdims=True)
-    np.testing.assert_allclose(pool.rows(np.arange(300)), exact, atol=1e-15)
-    np.testing.assert_allclose(pool.vectors, exact, atol=1e-7)
-    np.testing.assert_allclose(pool.mean, exact.mean(axis=0), atol=1e-15)
-    np.testing.assert_allclose(pool.total(np.array([3, 200])), exact[[3, 200]].sum(axis=0), atol=1e-15)
-    np.testing.assert_allclose(pool.dots(np.array([5, 7]), exact[0]), exact[[5, 7]] @ exact[0], atol=1e-15)
+    rows = np.array([3, 200, 5])
+    np.testing.assert_allclose(pool.vectors.double(np.arange(300)), exact, atol=1e-15)
+    np.testing.assert_allclose(pool.vectors.unit(rows), exact[rows], atol=1e-7)
+    np.testing.assert_allclose(pool.unit(), exact[pool.order], atol=1e-7)
+    np.testing.assert_allclose(pool.mean, exact.mean(axis=0), atol=1e-14)
+    total = GridSum(20)
+    pool.vectors.add_to(rows, total)
+    np.testing.assert_allclose(total.value(), exact[rows].sum(axis=0), atol=1e-13)
 
 
-def test_float64_vectors_beyond_float32_still_have_a_direction() -> None:
-    pool = QualityDiversity(np.array([[1e200, 0.0], [0.0, 1e-150]]), None, 0.0)
-    with pytest.raises(BadInput, match=r"'doc-0' \(row 0\): the embedding is not finite"):
-        pool.prepare(ids_of(2))
+@pytest.mark.parametrize(("dtype", "lengths"), [(np.float64, (1e200, 1e-150, 3.0)), (np.float32, (1e30, 1e-35, 3.0))])
+def test_vectors_of_any_length_have_a_direction(dtype: type, lengths: tuple[float, ...]) -> None:
+    stored = (np.array([[0.6, 0.8], [1.0, 0.0], [-0.8, 0.6]]) * np.array(lengths)[:, None]).astype(dtype)
+    pool = prepare_pool(QualityDiversity(stored, None, 0.0), ids_of(3))
+    expected = np.array([[0.6, 0.8], [1.0, 0.0], [-0.8, 0.6]])
+    np.testing.assert_allclose(pool.vectors.double(np.arange(3)), expected, atol=1e-6)
+    np.testing.assert_allclose(pool.vectors.unit(slice(0, 3)), expected, atol=1e-6)
+    np.testing.assert_allclose(pool.mean, expected.mean(axis=0), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -82,19 +91,19 @@ def test_bad_vectors_are_named(value: float, message: str) -> None:
     z = np.ones((5, 3))
     z[[1, 3]] = value
     with pytest.raises(BadInput, match=message):
-        QualityDiversity(z, None, 0.0).prepare(ids_of(5))
+        prepare_pool(QualityDiversity(z, None, 0.0), ids_of(5))
 
 
 def test_a_long_list_of_bad_rows_is_cut_and_counted() -> None:
     with pytest.raises(BadInput, match=r"^9 documents: 'doc-0' .* 'doc-4' \(row 4\) and 4 more: "):
-        QualityDiversity(np.zeros((9, 3)), None, 0.0).prepare(ids_of(9))
+        prepare_pool(QualityDiversity(np.zeros((9, 3)), None, 0.0), ids_of(9))
 
 
 def test_bad_scores_are_named_unless_lambda_is_zero() -> None:
     quality = np.array([1.0, np.nan, 2.0, np.inf])
     with pytest.raises(BadInput, match=r"2 documents: 'doc-1' \(row 1\), 'doc-3' \(row 3\): the score is not finite"):
-        QualityDiversity(np.eye(4), quality, 0.1, "raw").prepare(ids_of(4))
-    pool = QualityDiversity(np.eye(4), quality, 0.0, "raw").prepare(ids_of(4))
+        prepare_pool(QualityDiversity(np.eye(4), quality, 0.1, "raw"), ids_of(4))
+    pool = prepare_pool(QualityDiversity(np.eye(4), quality, 0.0, "raw"), ids_of(4))
     assert pool.quality is None
     assert not pool.linear.any()
 
@@ -126,6 +135,14 @@ def test_colliding_hashes_of_distinct_ids_go_by_the_id(monkeypatch: pytest.Monke
         ((np.ones((3, 2)), None, 0.5, "raw"), "weighs quality, and there is none"),
         ((np.ones((3, 2)), np.ones(3), 0.5), "'minmax' needs its frozen constants"),
         ((np.ones((3, 2)), np.ones(3), 0.5, "minmax", (2.0, 1.0)), "not finite and in order"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"cosine": 1.0}), "metric 'cosine' is none of: pws"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": -1.0}), "weight of pws must be finite and not negative"),
+        ((np.ones((3, 2)), None, 0.0, "zscore", None, {"disf": 1.0}), "closed form for pws alone, not for disf"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": 1.0}, {"s": Score(np.ones(2), 1.0)}), r"'s' of shape \[2\]"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": 1.0}, {"s": Score(np.ones(3), np.inf)}), "not finite: inf"),
+        ((np.ones((3, 2)), None, 0.0, "minmax", None, {"pws": 1.0}, {"s": Score(np.ones(3), 1.0)}), "constants .* 's'"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"disf": 1.0}, {}, Given(1, np.ones(2))), "by pws alone"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": 1.0}, {}, Given(1, np.ones(3))), "have 2 dimensions"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(arguments: tuple, message: str) -> None:

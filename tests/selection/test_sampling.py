@@ -79,7 +79,7 @@ def test_sums_are_the_product_of_the_masks_with_the_vectors(source: CpuDraws | T
     rng = np.random.default_rng(0)
     mask = (rng.random((70, 2000)) < 0.3).astype(np.float32)
     z = rng.standard_normal((2000, 5)).astype(np.float32)
-    found = source.fetch(source.sums(source.put(mask), source.put(z)))
+    found = source.fetch(source.sums(source.put(mask), source.put(z), False))
     np.testing.assert_allclose(found, mask.astype(float) @ z, atol=1e-3)
 
 
