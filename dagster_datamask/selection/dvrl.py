@@ -8,10 +8,9 @@ function of groups of masks will do.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
@@ -19,12 +18,18 @@ from dagster_datamask.selection.objectives import map_blocks
 from dagster_datamask.selection.policy_gradient import Progress
 from dagster_datamask.selection.sampling import top_s
 
+if TYPE_CHECKING:
+    import torch
+
 # values(xp, mask, rows, linear) -> [G]: f of each of G masks of a batch of B documents; xp is torch here, mask is
 # float32[G, B] of 0 and 1, rows are float32[B, d] unit vectors, linear is float32[B]
 Values = Callable[[Any, Any, Any, Any], Any]
 
 # the share of its past that the moving baseline forgets in a step: the window of 20 of the paper
 _FORGOTTEN = 1 / 20
+# documents of a batch, and of a mask in expectation: the mean of fewer says little about the mean of many
+_LEAST_BATCH = 500
+_LEAST_MASK = 50
 # how often the trajectory is written
 _ENTRIES = 50
 # rows that are summed, and rows that are valued, in one go
@@ -38,19 +43,21 @@ _TINY = float(np.finfo(np.float32).tiny)
 @dataclass(frozen=True)
 class DvrlOptions:
     """hidden: width, and layers: number of the hidden layers; lr: of Adam, falling to 0 along a half cosine; steps;
-    batch: documents a step; group: Bernoulli masks of the batch a step."""
+    batch: documents a step, or None for as many as give masks of 50, and 500 at least; group: Bernoulli masks of a
+    batch. The paper draws one mask a step; the more the steadier the gradient, at little cost."""
 
     hidden: int = 100
-    layers: int = 2
-    lr: float = 1e-3
+    layers: int = 1
+    lr: float = 3e-3
     steps: int = 2000
-    batch: int = 2000
-    group: int = 16
+    batch: int | None = None
+    group: int = 128
 
     def __post_init__(self) -> None:
         for name in ("hidden", "batch", "group"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ValueError(f"{name} must be 1 or more, not {given}")
         if self.layers < 0 or self.steps < 0:
             raise ValueError(f"layers ({self.layers}) and steps ({self.steps}) must not be negative")
         if not (np.isfinite(self.lr) and self.lr > 0):
@@ -104,18 +111,27 @@ def dvrl(
     are keyed by (seed, "dvrl", split).
 
     The trajectory has entries `step`, `value` (the mean f of that step's masks, on its batch) and `baseline` (δ).
+    Raises ValueError for a budget outside 0..N and MemoryPlanError where a batch would not fit.
     """
-    n = z.shape[0]
+    n, d = z.shape
     if not 0 <= budget <= n:
         raise ValueError(f"budget {budget} is not between 0 and the {n} documents of the pool")
     if budget in (0, n):
         return Valued(np.arange(budget), np.zeros(n), 0.0, [])
+    batch = min(n, options.batch if options.batch is not None else max(_LEAST_BATCH, -(-_LEAST_MASK * n // budget)))
+    # rows as given, standardised, beside their scores and as a gradient; masks, noise and their difference from p
+    needed = 4 * (batch * (4 * d + 4 * options.hidden * options.layers + 4 * options.group) + n)
+    accelerator.plan(
+        f"DVRL in batches of {batch:,}", needed + (4 * n * d if accelerator.is_cuda else 0), "set a smaller batch"
+    )
+    import torch
+
     threads = torch.get_num_threads()
     if not accelerator.is_cuda:
         # torch orders its sums by its number of threads
         torch.set_num_threads(1)
     try:
-        return _train(z, linear, values, budget, options, keyed.rng(seed, "dvrl", split), accelerator, progress)
+        return _train(z, linear, values, budget, batch, options, keyed.rng(seed, "dvrl", split), accelerator, progress)
     finally:
         torch.set_num_threads(threads)
 
@@ -125,11 +141,14 @@ def _train(
     linear: np.ndarray,
     values: Values,
     budget: int,
+    size: int,
     options: DvrlOptions,
     draws: np.random.Generator,
     accelerator: Accelerator,
     progress: Progress | None,
 ) -> Valued:
+    import torch
+
     n = z.shape[0]
     device = accelerator.device
     generator = torch.Generator(device=device).manual_seed(int(draws.integers(2**63)))
@@ -138,7 +157,6 @@ def _train(
     network = _Network(z, linear, options, generator, device)
     optimiser = torch.optim.Adam(network.parameters, lr=options.lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, options.steps))
-    size = min(n, options.batch)
     batches = _batches(n, size, generator)
     baseline = torch.zeros((), device=device)
     every = max(1, options.steps // _ENTRIES)
@@ -151,14 +169,12 @@ def _train(
         mask = (torch.rand((options.group, size), generator=generator, device=device) < chance).float()
         rewards = values(torch, mask, z_batch, linear_batch)
         some = mask.sum(1) > 0
-        mean = torch.where(some, rewards, 0.0).sum() / some.sum().clamp(min=1)
-        if not step:
-            baseline = mean
+        mean = torch.where(some, rewards, 0.0).sum() / some.sum()
+        # no mean where every mask is empty, and no past at first
+        mean = torch.where(some.any(), mean, baseline)
+        baseline = baseline if step else mean
         advantage = torch.where(some, rewards - baseline, 0.0)
-        # ∂ln P/∂(h + c) of a Bernoulli draw is M − p, and ∂c/∂h = −p(1−p)/Σp(1−p)
-        gradient = advantage @ (mask - chance) / options.group
-        slope = chance * (1.0 - chance)
-        gradient -= slope * (gradient.sum() / slope.sum().clamp(min=_TINY))
+        gradient = _gradient(advantage / options.group, mask, chance)
         optimiser.zero_grad()
         logits.backward(-gradient)
         optimiser.step()
@@ -173,15 +189,17 @@ def _train(
     with torch.no_grad():
         parts = [network(rows[a : a + _VALUED], scores[a : a + _VALUED]) for a in range(0, n, _VALUED)]
     learned = torch.cat(parts).cpu().numpy().astype(np.float64)
-    return Valued(top_s(learned, budget), learned, 1.0 + options.steps * size / n, trajectory)
+    return Valued(top_s(learned, budget), learned, 3.0 + options.steps * size / n, trajectory)
 
 
 class _Network:
     """A multi-layer perceptron on standardised inputs, its first weights drawn from `generator`."""
 
     def __init__(
-        self, z: np.ndarray, linear: np.ndarray, options: DvrlOptions, generator: torch.Generator, device: str
+        self, z: np.ndarray, linear: np.ndarray, options: DvrlOptions, generator: "torch.Generator", device: str
     ) -> None:
+        import torch
+
         mean, inverse = _moments(z)
         self._mean = torch.from_numpy(mean).to(device)
         self._inverse = torch.from_numpy(inverse).to(device)
@@ -194,7 +212,9 @@ class _Network:
             torch.nn.init.kaiming_uniform_(weight, nonlinearity="relu", generator=generator)
             self.parameters += [weight.requires_grad_(), torch.zeros(outputs, device=device, requires_grad=True)]
 
-    def __call__(self, rows: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: "torch.Tensor", linear: "torch.Tensor") -> "torch.Tensor":
+        import torch
+
         x = (rows - self._mean) * self._inverse
         if self._linear is not None:
             level, inverse = self._linear
@@ -204,8 +224,10 @@ class _Network:
         return x[:, 0]
 
 
-def _with_mean(logits: torch.Tensor, share: float) -> torch.Tensor:
-    """float32[B]: σ(h + c) with the c for which they average `share`."""
+def _with_mean(logits: "torch.Tensor", share: float) -> "torch.Tensor":
+    """float32[B]: σ(h + c) with the c for which they average `share`, by bisection."""
+    import torch
+
     centre = float(np.log(share / (1.0 - share)))
     low, high = centre - logits.max(), centre - logits.min()
     for _ in range(_BISECTIONS):
@@ -215,8 +237,20 @@ def _with_mean(logits: torch.Tensor, share: float) -> torch.Tensor:
     return torch.sigmoid(logits + (low + high) / 2)
 
 
-def _batches(n: int, size: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+def _gradient(weights: "torch.Tensor", mask: "torch.Tensor", chance: "torch.Tensor") -> "torch.Tensor":
+    """float32[B]: Σ_j weights_j ∂ln P(M_j)/∂h for probabilities σ(h + c) whose mean c holds.
+
+    ∂ln P/∂(h + c) of Bernoulli draws is M − p, and ∂c/∂h_i = −p_i(1−p_i)/Σp(1−p). weights: [G]; mask: [G, B].
+    """
+    gradient = weights @ (mask - chance)
+    slope = chance * (1.0 - chance)
+    return gradient - slope * (gradient.sum() / slope.sum().clamp(min=_TINY))
+
+
+def _batches(n: int, size: int, generator: "torch.Generator") -> Iterator["torch.Tensor"]:
     """int64[size], without end: the pool in a random order, then in another; what is left over of one is not used."""
+    import torch
+
     while True:
         order = torch.randperm(n, generator=generator, device=generator.device)
         for start in range(0, n - size + 1, size):

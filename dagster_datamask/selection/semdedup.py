@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-import faiss
 import numpy as np
 
 from dagster_datamask import keyed
@@ -178,6 +177,9 @@ def representatives(z: np.ndarray, earlier: np.ndarray, positions: np.ndarray) -
 
 def _cluster(z: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(int32[N] the centroid of largest cosine, lowest on ties; float32[N] that cosine)."""
+    # faiss takes longer to load than all else here
+    import faiss
+
     n, d = z.shape
     clusters, closeness = np.zeros(n, np.int32), np.zeros(n, np.float32)
     if not n:
