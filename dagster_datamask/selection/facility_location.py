@@ -80,13 +80,13 @@ class FacilityLocation:
                 f"a dense kernel of {z.shape[0]} documents takes {size / 1e9:.3g} GB and the limit is "
                 f"{memory_limit / 1e9:.3g} GB; use kernel 'auto' or raise the limit"
             )
-        self.z = z
+        # the last column makes every product 1 + cosine
+        self._rows = np.hstack([z, np.ones((z.shape[0], 1), np.float32)])
+        self.z = self._rows[:, :-1]
         self.memory_limit = memory_limit
         self.is_dense = kernel == "dense" or (kernel == "auto" and size <= 0.75 * memory_limit)
         # kernel rows formed so far, each a product of the whole pool with one vector
         self.passes = 0.0
-        # the last column makes every product 1 + cosine
-        self._rows = np.hstack([z, np.ones((z.shape[0], 1), np.float32)])
         self._kernel: np.ndarray | None = None
 
     @property
@@ -181,24 +181,24 @@ class FacilityLocation:
 
         N²·d operations in float32, every product raised by its largest rounding error (`product_error`).
         """
-        n = self.n
-        # a product with 1 in it is rounded twice more, and the threshold once
-        slack = product_error(self.z.shape[1]) + cover.error + 2.0**-22
-        threshold = np.nextafter((1.0 + cover.nearest - slack).astype(np.float32), np.float32(0.0))
+        n, d = self.n, self.z.shape[1]
+        kernel = self._dense() if self.is_dense else None
+        # with the 1 of the kernel in them partial sums reach 2
+        slack = product_error(d) if kernel is None else 2.0 * product_error(d + 1)
+        lowest = cover.nearest - cover.error - slack + (0.0 if kernel is None else 1.0)
+        threshold = np.nextafter(lowest.astype(np.float32), np.float32(-np.inf))
 
         def total(start: int, stop: int) -> np.ndarray:
-            sums, band = np.zeros(stop - start), self._rows[start:stop]
-            kernel = self._dense()[start:stop] if self.is_dense else None
+            sums = np.zeros(stop - start)
             for a in range(0, n, _COLUMNS):
-                tile = kernel[:, a : a + _COLUMNS] if kernel is not None else band @ self._rows[a : a + _COLUMNS].T
-                over = tile - threshold[a : a + _COLUMNS]
+                b = min(a + _COLUMNS, n)
+                tile = self.z[start:stop] @ self.z[a:b].T if kernel is None else kernel[start:stop, a:b]
+                over = tile - threshold[a:b]
                 np.maximum(over, 0.0, out=over)
                 sums += over.sum(axis=1, dtype=np.float64)
             return sums
 
-        if self.is_dense:
-            self._dense()
-        else:
+        if kernel is None:
             self.passes += n
         parts = map_blocks(total, n, block=_BAND)
         # the differences are rounded to float32, their sums to float64
@@ -284,16 +284,17 @@ class Coverage:
             return _listed(band, band > self._cover[start:stop, None]), by_row
 
         parts = map_blocks(collect, n, block=int(np.clip(_TILE // n, 16, _BAND)))
-        self._columns = _joined([column for column, _ in parts])
+        self._by_column = _joined([column for column, _ in parts])
         if not facility.is_dense:
-            self._rows = _joined([row for _, row in parts if row is not None])
+            self._by_row = _joined([row for _, row in parts if row is not None])
             facility.passes += n
+        # over the very entries that will change it, formed once
         self._sums = np.zeros(n)
         for a in range(0, n, _BAND):
-            lengths = self._columns.lengths[a : a + _BAND]
-            part = slice(self._columns.starts[a], self._columns.starts[a] + lengths.sum())
-            over = self._columns.entries[part] - np.repeat(self._cover[a : a + _BAND], lengths)
-            self._sums += np.bincount(self._columns.others[part], over, n)
+            lengths = self._by_column.lengths[a : a + _BAND]
+            part = slice(self._by_column.starts[a], self._by_column.starts[a] + lengths.sum())
+            over = self._by_column.entries[part] - np.repeat(self._cover[a : a + _BAND], lengths)
+            self._sums += np.bincount(self._by_column.others[part], over, n)
         self.current = self._sums / n
 
     def _add_listed(self, position: int) -> None:
@@ -302,11 +303,11 @@ class Coverage:
             raised = np.flatnonzero(entries > self._cover)
             new = entries[raised]
         else:
-            row = slice(self._rows.starts[position], self._rows.starts[position] + self._rows.lengths[position])
-            raised, new = self._rows.others[row], self._rows.entries[row]
+            row = slice(self._by_row.starts[position], self._by_row.starts[position] + self._by_row.lengths[position])
+            raised, new = self._by_row.others[row], self._by_row.entries[row]
             higher = new > self._cover[raised]
             raised, new = raised[higher], new[higher]
-        lists = self._columns
+        lists = self._by_column
         starts, lengths = lists.starts[raised], lists.lengths[raised]
         at = _ranges(starts, lengths)
         x, entries = lists.others[at], lists.entries[at]

@@ -59,7 +59,7 @@ def test_value_and_gains_against_the_definition(
     exact = np.array([fl(z, [*chosen, x]) - fl(z, chosen) for x in range(n)])
     assert gains.shape == (n,)
     assert np.all(gains >= exact - 1e-15)
-    assert np.all(gains <= exact + 2.1 * product_error(d) + 2.0**-22)
+    assert np.all(gains <= exact + 4.5 * product_error(d))
     assert not gains[chosen].any()
 
 
@@ -142,7 +142,7 @@ def test_coverage_keeps_gains_through_the_change_to_lists(kernel: str, shift: fl
         assert np.all(np.abs(gains[chosen]) <= (0.0 if kernel == "dense" else 2.0**-22))
         if len(chosen) % 40 == 0:
             upper = facility.gains(covered(facility, chosen))
-            np.testing.assert_allclose(gains, upper, atol=2.1 * product_error(24))
+            np.testing.assert_allclose(gains, upper, atol=4.5 * product_error(24))
         previous = gains
     assert coverage.current is not None
 

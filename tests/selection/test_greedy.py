@@ -1,3 +1,4 @@
+import os
 from itertools import combinations
 from typing import Any
 
@@ -5,7 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
 
+from dagster_datamask.selection import facility_location
 from dagster_datamask.selection.facility_location import FacilityLocation
 from dagster_datamask.selection.greedy import Chosen, GreedyOptions, greedy
 
@@ -139,6 +142,21 @@ def test_the_kernel_in_blocks_ends_where_the_dense_one_does() -> None:
     assert blocks.gains.sum() == pytest.approx(dense.gains.sum(), rel=1e-5)
     assert tight.gains.sum() == pytest.approx(dense.gains.sum(), rel=1e-5)
     assert dense.passes == 600
+
+
+@pytest.mark.parametrize("kernel", ["dense", "blocks"])
+def test_the_number_of_threads_changes_nothing(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facility_location, "_BAND", 32)
+    monkeypatch.setattr(facility_location, "_COLUMNS", 48)
+    monkeypatch.setattr(facility_location, "_TILE", 700 * 40)
+    z = pool(4, 700, 16, 0.3)
+    found = []
+    for cores in ({0}, {0, 1, 2, 3}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+        with threadpool_limits(limits=1, user_api="blas"):
+            found.append(run(z, None, 80, fl=1.0, pws=0.3, facility=FacilityLocation(z, kernel=kernel)))
+    np.testing.assert_array_equal(found[0].positions, found[1].positions)
+    np.testing.assert_array_equal(found[0].gains, found[1].gains)
 
 
 def test_samples_come_near_plain_greedy_and_follow_their_key() -> None:
