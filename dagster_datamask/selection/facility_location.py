@@ -34,7 +34,7 @@ _CROWDED = 8
 # documents whose kernel rows tell how much of the kernel can still bring a gain
 _SAMPLE = 128
 # listed live entries take less time than whole rows from this share of the kernel down, and a pool of this size up
-_SPARSE = 0.08
+_SPARSE = 0.02
 _SMALL = 512
 # bytes of a listed entry: a float32 and an int32, by row, by column, and once more while the lists are made
 _LISTED = 24
