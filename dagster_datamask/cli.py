@@ -10,16 +10,16 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dagster_datamask.accelerator import resolve
-from dagster_datamask.settings import Settings, SettingsError, load_settings
+from dagster_datamask.settings import Settings, SettingsError, load_settings, parse_objective
 
 app = typer.Typer(
     name="datamask",
@@ -215,54 +215,98 @@ def _show_demo(result: dict[str, Any]) -> None:
         _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)
 
 
+Budget = Annotated[str, typer.Option(help="'10%' of the documents, a number of them, or tokens: '2e9tok'.")]
+Quota = Annotated[
+    str | None, typer.Option(help="Column whose values share the budget in proportion to their documents.")
+]
+Columns = Annotated[str, typer.Option(help="Other names: id=doc_id,score=quality,embedding=vector,token_count=tokens")]
+Objective = Annotated[
+    str,
+    typer.Option(
+        help="Diversity: pws | facility_location | disf | disf_second_moment, or a sum: pws=0.7,facility_location=0.3"
+    ),
+]
+Scale = Annotated[str, typer.Option(help="Scale of quality: per_pool | zscore | raw")]
+Seed = Annotated[int, typer.Option(help="Seed of every draw.")]
+Device = Annotated[str, typer.Option(help="auto | cpu | cuda:i")]
+
+
 @app.command()
 def solve(
-    documents: Annotated[Path, typer.Argument(help="Parquet or Arrow file: id, score, embedding.")],
-    budget: Annotated[str, typer.Option(help="'10%' of the documents, or a number of them.")] = "10%",
+    documents: Annotated[Path, typer.Argument(help="Parquet or Arrow file: id, score, embedding[, token_count].")],
+    budget: Budget = "10%",
     lam: Annotated[float, typer.Option("--lambda", help="Weight of quality; 1 - lambda is diversity's.")] = 0.5,
-    objective: Annotated[str, typer.Option(help="Diversity term: pws, pair-wise similarity.")] = "pws",
-    solver: Annotated[str, typer.Option(help="certified | policy_gradient | top_k | random")] = "certified",
-    scale: Annotated[str, typer.Option(help="Scale of quality: per_pool | zscore | raw")] = "per_pool",
-    out: Annotated[Path | None, typer.Option(help="Where the mask goes (.parquet).")] = None,
-    columns: Annotated[str, typer.Option(help="Other names: id=doc_id,score=quality,embedding=vector")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
-    steps: Annotated[int, typer.Option(help="Policy-gradient steps.")] = 10_000,
-    group: Annotated[int, typer.Option(help="Masks a step.")] = 128,
-    lr: Annotated[float, typer.Option(help="Step of the logits.")] = 10.0,
-    batch: Annotated[float, typer.Option(help="Share of the pool in a step.")] = 0.05,
-    gradient: Annotated[str, typer.Option(help="independent | ordered")] = "independent",
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda:i")] = "auto",
+    objective: Objective = "pws",
+    solver: Annotated[
+        str,
+        typer.Option(
+            help="certified | policy_gradient | greedy | conditional_gradient (disf) | top_k | random | semdedup | dvrl"
+        ),
+    ] = "certified",
+    scale: Scale = "per_pool",
+    quota: Quota = None,
+    out: Annotated[Path | None, typer.Option(help="Where the mask goes (.parquet or .arrow).")] = None,
+    columns: Columns = "",
+    seed: Seed = 0,
+    steps: Annotated[int | None, typer.Option(help="Steps of policy_gradient (10,000) or dvrl (2,000).")] = None,
+    group: Annotated[int | None, typer.Option(help="Masks a step, policy_gradient (128) or dvrl (16).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Step of the logits (10), or dvrl's learning rate (0.001).")] = None,
+    batch: Annotated[float | None, typer.Option(help="policy_gradient: share of the pool in a step (0.05).")] = None,
+    gradient: Annotated[str | None, typer.Option(help="policy_gradient: independent | ordered")] = None,
+    variant: Annotated[str | None, typer.Option(help="greedy: lazy | stochastic | lazier")] = None,
+    clusters: Annotated[int | None, typer.Option(help="semdedup: clusters that are searched (root of N).")] = None,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Select from one file of ids, scores and embeddings, and certify the choice."""
     from dagster_datamask.selection.files import solve_file
-    from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
 
-    with _one_line_errors():
-        if objective != "pws":
-            raise SettingsError(f"--objective {objective!r}: there is pws (pair-wise similarity)")
-        names = dict(_pair(item) for item in columns.split(",") if item)
-        options = None
-        if solver == "policy_gradient":
-            forms: dict[str, Literal["independent", "ordered"]] = {"independent": "independent", "ordered": "ordered"}
-            if gradient not in forms:
-                raise SettingsError(f"--gradient {gradient!r} is none of: {', '.join(forms)}")
-            options = PolicyGradientOptions(group=group, lr=lr, steps=steps, batch=batch, gradient=forms[gradient])
-        with _progress(f"{solver}") as progress:
-            result = solve_file(
-                documents,
-                out,
-                budget=budget,
-                lam=lam,
-                solver=solver,
-                scale=scale,
-                seed=seed,
-                columns=names,
-                accelerator=resolve(device),
-                progress=progress,
-                options=options,
-            )
+    given = {
+        name: value
+        for name, value in {
+            "steps": steps,
+            "group": group,
+            "lr": lr,
+            "batch": batch,
+            "gradient": gradient,
+            "variant": variant,
+            "clusters": clusters,
+        }.items()
+        if value is not None
+    }
+    with _one_line_errors(), _progress(f"{solver}") as progress:
+        result = solve_file(
+            documents,
+            out,
+            budget=budget,
+            lam=lam,
+            solver=solver,
+            scale=scale,
+            seed=seed,
+            columns=_renamed(columns),
+            diversity=parse_objective(objective),
+            quota=quota,
+            accelerator=resolve(device),
+            progress=progress,
+            options=_solver_options(solver, given),
+        )
     _print(result, as_json, lambda: _show_facts(result))
+
+
+def _solver_options(solver: str, given: dict[str, Any]) -> Any:
+    """The solver's options with those that were given, or None for its defaults."""
+    from dagster_datamask.selection.solve import OPTIONS
+
+    kind = OPTIONS.get(solver)
+    for name in given:
+        if kind is None or name not in {f.name for f in fields(kind)}:
+            knowing = [other for other, options in OPTIONS.items() if name in {f.name for f in fields(options)}]
+            raise SettingsError(f"--{name} is an option of {', '.join(knowing)}, not of {solver}")
+    return kind(**given) if kind is not None and given else None
+
+
+def _renamed(columns: str) -> dict[str, str]:
+    return dict(_pair(item) for item in columns.split(",") if item)
 
 
 def _pair(item: str) -> tuple[str, str]:
@@ -295,11 +339,12 @@ def _progress(what: str) -> Iterator[Callable[[int, int, dict[str, Any]], None]]
 
 def _show_facts(facts: dict[str, Any]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(show_header=False)
     for name, value in facts.items():
         if value is not None and not isinstance(value, dict):
-            table.add_row(name, f"{value:,.9g}" if isinstance(value, float) else str(value))
+            table.add_row(name, Text(f"{value:,.9g}" if isinstance(value, float) else str(value)))
     _out.print(table)
 
 
@@ -309,15 +354,17 @@ def sweep(
     lam: Annotated[
         str, typer.Option("--lambda", help="0,0.1,0.5 | 0:1:0.05 | 0,0.05,…,1: the weights of quality.")
     ] = "0:1:0.05",
-    budget: Annotated[str, typer.Option(help="'10%' of the documents, or a number of them.")] = "10%",
-    solver: Annotated[str, typer.Option(help="certified | policy_gradient")] = "certified",
-    scale: Annotated[str, typer.Option(help="Scale of quality: per_pool | zscore | raw")] = "per_pool",
+    budget: Budget = "10%",
+    objective: Objective = "pws",
+    solver: Annotated[str, typer.Option(help="As for solve; bounds are proven whatever the solver.")] = "certified",
+    scale: Scale = "per_pool",
+    quota: Quota = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder, or .csv, .parquet or .png (table and figure), or .html (both in one).")
     ] = None,
-    columns: Annotated[str, typer.Option(help="Other names: id=doc_id,score=quality,embedding=vector")] = "",
-    seed: Annotated[int, typer.Option(help="Seed of every draw.")] = 0,
-    device: Annotated[str, typer.Option(help="auto | cpu | cuda:i")] = "auto",
+    columns: Columns = "",
+    seed: Seed = 0,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """The certified front of quality against diversity: a mask for each lambda, and what no mask can reach."""
@@ -333,7 +380,9 @@ def sweep(
                 scale=scale,
                 solver=solver,
                 seed=seed,
-                columns=dict(_pair(item) for item in columns.split(",") if item),
+                columns=_renamed(columns),
+                diversity=parse_objective(objective),
+                quota=quota,
                 accelerator=resolve(device),
                 progress=progress,
             )

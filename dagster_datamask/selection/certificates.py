@@ -125,8 +125,8 @@ def certify(
     all were looked at; bound: where there is another than `upper_bound`, with the rounding error it has more.
     """
     if not passes.amount:
-        reason = "budget 0: the empty mask is the only one"
-        return Certificate(evaluation.value, 0.0, 0.0, None, evaluation.value, feasible, reason, point)
+        only = "budget 0: the empty mask is the only one"
+        return Certificate(evaluation.value, 0.0, 0.0, None, evaluation.value, feasible, only, point)
     error = numerical_error(passes, terms, point, passes.amount) + more_error
     limit = (upper_bound(passes, point) if bound is None else bound) + error
     if optimum is not None:
@@ -138,7 +138,8 @@ def certify(
             "the certificate is wrong, please report this"
         )
     start = baseline(passes, means, linear, terms.weights)
-    share, reason = None, None
+    share: float | None = None
+    reason: str | None = None
     if start is None:
         reason = "no share: the expectation over uniform masks has no closed form here"
     elif limit - start < NO_GAIN:
@@ -224,8 +225,9 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
         part.scores[rows] = scores if extra is None else scores + extra[rows]
         passes.reads += rows.size
     given = passes.given_size * passes.given_linear
-    for _, scale, piece in passes.pieces(point) if passes.given is not None else ():
-        given -= 2.0 * passes.given.size * scale * float(passes.given.mean @ piece)
+    if passes.given is not None:
+        for _, scale, piece in passes.pieces(point):
+            given -= 2.0 * passes.given.size * scale * float(passes.given.mean @ piece)
     bound = float(point @ point) + _largest_mean(passes, given, largest + spread)
     # the empty mask is worth 0, where there may be one
     return max(bound, 0.0) if passes.tokens and not passes.given_size and _may_be_empty(passes) else bound
@@ -260,9 +262,9 @@ def _largest_mean(passes: Passes, given: float, largest: float) -> float:
     for left in reversed(range(_ROUNDS)):
         filled = np.zeros(most.size, np.int64)
         for _, part in passes.each():
-            groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
             above = part.scores > level
-            filled += np.bincount(groups[above], weights=part.costs[above], minlength=most.size).astype(np.int64)
+            tokens = part.cost[above]
+            filled += np.bincount(part.group[above], weights=tokens, minlength=most.size).astype(np.int64)
         amounts = [int(x) for x in np.clip(filled, least, most)]
         everything = sum(amounts) + passes.given_size
         total = given + _sum_above(passes, amounts, largest)
@@ -279,8 +281,7 @@ def _longest(passes: Passes) -> np.ndarray:
     """int64[G]: the tokens of each group's largest document."""
     longest = np.zeros(len(passes.amounts), np.int64)
     for _, part in passes.each():
-        groups = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
-        np.maximum.at(longest, groups, part.costs)
+        np.maximum.at(longest, part.group, part.cost)
     return longest
 
 
@@ -296,7 +297,7 @@ def _sum_above(passes: Passes, amounts: list[int], largest: float) -> float:
         rows = np.flatnonzero(at.whole(scored))
         total.add(part.scores[rows], None if part.costs is None else part.costs[rows])
         for row, fraction in zip(*at.partial(scored), strict=True):
-            rest.append(float(fraction * part.costs[row] * part.scores[row]))
+            rest.append(float(fraction * part.cost[row] * part.scores[row]))
     return total.value() + sum(sorted(rest))
 
 

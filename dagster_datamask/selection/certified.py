@@ -279,9 +279,7 @@ def _fill(passes: Passes, keys: Callable[[Part], np.ndarray]) -> Vertex:
     held = np.zeros(len(passes.amounts), np.int64)
     out = 0
     for _, part in passes.each():
-        groups = np.zeros(part.member.size, np.int64) if part.groups is None else part.groups
-        assert part.costs is not None
-        np.add.at(held, groups[part.member], part.costs[part.member])
+        np.add.at(held, part.group[part.member], part.cost[part.member])
         out += int(np.count_nonzero(~part.member))
     documents = _best(passes, lambda part: np.where(part.member, -np.inf, keys(part)), min(_FILL, out))
     room = np.array(passes.amounts) - held
@@ -411,16 +409,13 @@ def _swap(passes: Passes, moves: int) -> Vertex:
     best mask met: never one worse than the members.
     """
     inside = passes.count(lambda part: part.member)
-    sides = [
-        _best(
-            passes, lambda part, sign=sign, held=held: np.where(part.member == held, sign * part.scores, -np.inf), size
-        )
-        for sign, held, size in (
-            (-1.0, True, min(inside, _SWAP_CANDIDATES)),
-            (1.0, False, min(passes.n - inside, _SWAP_CANDIDATES)),
-        )
-    ]
-    documents = sides[0].joined(sides[1])
+
+    def side(held: bool, size: int) -> Gathered:
+        sign = -1.0 if held else 1.0
+        size = min(size, _SWAP_CANDIDATES)
+        return _best(passes, lambda part: np.where(part.member == held, sign * part.scores, -np.inf), size)
+
+    documents = side(True, inside).joined(side(False, passes.n - inside))
     held = documents.inside
     if held.all() or not held.any():
         return passes.exchange(documents, np.zeros_like(held), np.zeros_like(held))

@@ -42,8 +42,8 @@ from dagster_datamask.shards.writer import atomic
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Some of a shard's documents: ids; quality float64[k], or None where λ = 0; vectors float16 or float32 [k, d];
-    costs int64[k] tokens, or None; groups int64[k], or None."""
+    """Some of a shard's documents: ids; quality float64[k], finite, or None where λ = 0; vectors float16 or float32
+    [k, d]; costs int64[k] tokens, or None; groups int64[k], or None."""
 
     ids: Sequence[str]
     quality: np.ndarray | None
@@ -163,7 +163,8 @@ class Corpus:
         if quality is None:
             return np.zeros(rows), {}
         scaled = (quality - self._offset) * self._factor
-        return self.terms.lam * scaled, {"quality": scaled, "quality_raw": quality}
+        linear = self.terms.lam * scaled if self.terms.lam else np.zeros(rows)
+        return linear, {"quality": scaled, "quality_raw": quality}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +198,9 @@ def solve_corpus(
     """
     passes = corpus.passes(amounts, given)
     _check(passes)
+    # a killed run may have left a half of its own here
+    for _, part in passes.each():
+        part.member[:], part.best[:], part.base[:] = False, False, 0.0
     with threadpool_limits(limits=1, user_api="blas"):
         state = None
         if passes.amount:
@@ -205,8 +209,6 @@ def solve_corpus(
             )
         for _, part in passes.each():
             part.order[:] = part.scores if state is not None else part.linear
-            if state is None:
-                part.best[:] = False
         if state is not None:
             round_and_polish(passes, state, options, progress)
         spent = passes.passes
@@ -221,7 +223,7 @@ def solve_corpus(
 
 
 def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = None) -> tuple[Evaluation, Certificate]:
-    """What the mask that the shards hold is worth, and its certificate: at the relaxation's point, or the mask's own."""
+    """What the mask that the shards hold is worth, and its certificate, at the relaxation's point or the mask's own."""
     evaluation = evaluate(passes, corpus.terms)
     feasible = {
         "documents": corpus.n,
@@ -258,10 +260,10 @@ def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = No
 def _check(passes: Passes) -> None:
     held = np.zeros(len(passes.amounts), np.int64)
     for _, part in passes.each():
-        groups = np.zeros(part.ties.size, np.int64) if part.groups is None else part.groups
+        groups = part.group
         if groups.size and groups.max() >= held.size:
             raise ValueError(f"a document is of group {int(groups.max())}, and there are {held.size} quotas")
-        np.add.at(held, groups, 1 if part.costs is None else part.costs)
+        np.add.at(held, groups, part.cost)
     for g, (amount, there) in enumerate(zip(passes.amounts, held.tolist(), strict=True)):
         if not 0 <= amount <= there:
             unit = "tokens" if passes.tokens else "documents"
@@ -360,9 +362,9 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
                     f"shard {name}: {name_documents(block.ids, bad)}: the embedding is zero, not finite or of no "
                     "sensible length; leave these out"
                 )
-            if scored:
-                if block.quality is None:
-                    raise ValueError(f"shard {name}: there is no quality, and λ weighs it")
+            if scored and block.quality is None:
+                raise ValueError(f"shard {name}: there is no quality, and λ weighs it")
+            if block.quality is not None:
                 try:
                     put("quality", finite_scores(block.ids, block.quality, "score"))
                 except BadInput as error:

@@ -4,7 +4,7 @@ Here: sums over rows as whole numbers of a fixed unit, and the cut of the S best
 that are read one at a time. Not here: what is summed or scored (`passes`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,10 +41,14 @@ class GridSum:
     def unit(self) -> float:
         return 2.0 ** -(self._bits * (2 if self.fine else 1))
 
+    def nothing(self) -> np.ndarray:
+        """int64[1 or 2, width]: the `block` of no rows."""
+        return np.zeros((1 + self.fine, self.total.size), np.int64)
+
     def block(self, rows: np.ndarray, costs: np.ndarray | None = None) -> np.ndarray:
         """int64[1 or 2, d]: the sum of up to 1024 rows (float64[k, d], overwritten), in units of 2**-bits, and that of
         the remainders in units of 2**-2·bits."""
-        sums = np.zeros((1 + self.fine, rows.shape[1]), np.int64)
+        sums = self.nothing()
         for a in range(0, len(rows), _CHUNK):
             x = rows[a : a + _CHUNK]
             c = None if costs is None else costs[a : a + _CHUNK, None].astype(np.float64)
@@ -114,6 +118,11 @@ class Scored:
     costs: np.ndarray | None = None
     groups: np.ndarray | None = None
 
+    @property
+    def group(self) -> np.ndarray:
+        """int64[k]: each row's group, 0 where there is one."""
+        return np.zeros(self.scores.size, np.int64) if self.groups is None else self.groups
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -137,7 +146,7 @@ class Cut:
                 inside |= part.ties[level] == self.tie[0]
             above[level[inside]] = True
             return above
-        g = part.groups
+        g = part.group
         score, tie, fraction = self.score[g], self.tie[g], self.fraction[g]
         level = part.scores == score
         return (part.scores > score) | (level & ((part.ties < tie) | ((part.ties == tie) & (fraction == 1.0))))
@@ -146,7 +155,7 @@ class Cut:
         """(int64[p] rows that are in by a fraction, float64[p] those fractions)."""
         if (self.fraction == 1.0).all():
             return np.zeros(0, np.int64), np.zeros(0)
-        g = np.zeros(part.scores.size, np.int64) if part.groups is None else part.groups
+        g = part.group
         rows = np.flatnonzero(
             (part.scores == self.score[g])
             & (part.ties == self.tie[g])
@@ -215,7 +224,7 @@ def _cut_by_digits(parts: Parts, amounts: Sequence[int]) -> Cut:
     def agreeing(part: Scored, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(rows that agree with their group's first `step` digits, their groups, the keys of all rows)."""
         key = descending(part.scores)
-        g = np.zeros(key.size, np.int64) if part.groups is None else part.groups
+        g = part.group
         shift = np.uint64(64 - width * (step % steps))
         if not step:
             rows = np.arange(key.size)
@@ -229,7 +238,7 @@ def _cut_by_digits(parts: Parts, amounts: Sequence[int]) -> Cut:
 
     for step in range(2 * steps):
         if sum(agreeing(part, step)[0].size for part in parts()) <= _AT_HAND:
-            return _cut_of_few(parts, lambda part, step=step: agreeing(part, step)[0], left)
+            return _cut_of_few(((part, agreeing(part, step)[0]) for part in parts()), left)
         which, shift = step // steps, np.uint64(64 - width * (step % steps + 1))
         bins = np.zeros((groups, 1 << width), np.int64)
         for part in parts():
@@ -253,11 +262,10 @@ def _cut_by_digits(parts: Parts, amounts: Sequence[int]) -> Cut:
     )
 
 
-def _cut_of_few(parts: Parts, rows: Callable[[Scored], np.ndarray], left: Sequence[int]) -> Cut:
+def _cut_of_few(parts: Iterable[tuple[Scored, np.ndarray]], left: Sequence[int]) -> Cut:
     """The cut among the rows that are still in question, gathered."""
     kept = []
-    for part in parts():
-        at = rows(part)
+    for part, at in parts:
         costs, groups = (None if column is None else column[at] for column in (part.costs, part.groups))
         kept.append(Scored(part.scores[at], part.ties[at], costs, groups))
     return _cut_of_one(

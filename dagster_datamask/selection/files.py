@@ -15,25 +15,38 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.budgets import parse_budget
+from dagster_datamask.selection.budgets import Budget, parse_budget, parse_tokens, quotas
+from dagster_datamask.selection.exact import MOST_TOKENS
 from dagster_datamask.selection.objectives import BadInput, QualityDiversity, name_documents
 from dagster_datamask.selection.policy_gradient import Progress
 from dagster_datamask.selection.solve import Options, Selection, solve
 from dagster_datamask.shards.schemas import MASKS
 from dagster_datamask.shards.writer import table_file
 
-COLUMNS = ("id", "score", "embedding")
+COLUMNS = ("id", "score", "embedding", "token_count")
 _SHOWN = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """ids: N distinct strings; scores: float64[N], or None where they were not asked for; embeddings: [N, d] in the
-    stored dtype."""
+    """ids: N distinct strings; scores: float64[N], or None where there are none; embeddings: [N, d] in the stored
+    dtype; tokens: int64[N] and groups: N texts, or None where they were not asked for."""
 
     ids: list[str]
     scores: np.ndarray | None = field(repr=False)
     embeddings: np.ndarray = field(repr=False)
+    tokens: np.ndarray | None = field(repr=False, default=None)
+    groups: list[str] | None = field(repr=False, default=None)
+
+    def budget(self, asked: str | int | float) -> Budget:
+        """What is asked for, of these documents: a share or a number of them or, as "2e9tok", of tokens; shared out
+        where there are groups. Raises ValueError for what cannot be read or exceeds what there is."""
+        amount = parse_tokens(asked)
+        if amount is None:
+            amount = parse_budget(asked, len(self.ids))
+        if self.groups is not None:
+            return quotas(amount, self.groups, self.tokens)
+        return Budget((amount,), self.tokens)
 
 
 def solve_file(
@@ -47,27 +60,37 @@ def solve_file(
     constants: tuple[float, float] | None = None,
     seed: int = 0,
     columns: Mapping[str, str] | None = None,
+    diversity: Mapping[str, float] | None = None,
+    quota: str | None = None,
     accelerator: Accelerator = Accelerator(),  # noqa: B008
     progress: Progress | None = None,
     options: Options | None = None,
 ) -> dict[str, Any]:
     """Select from `source` and write the mask to `out` (.parquet or .arrow; None writes nothing).
 
-    columns: {"id" | "score" | "embedding": the file's own name}. The score column is read where λ > 0 or the solver
-    ranks by it, and is optional otherwise. Returns the JSON-able figures of `Selection.summary` and the settings.
+    columns: {"id" | "score" | "embedding" | "token_count": the file's own name}. The score column is read where λ > 0
+    or the solver ranks by it, and is optional otherwise; token counts where the budget is in tokens. diversity:
+    {metric: weight}, pair-wise similarity by default; quota: the column by whose values the budget is shared out, in
+    proportion to what each has. Returns the JSON-able figures of `Selection.summary` and the settings.
 
     Raises ValueError or BadInput naming the file, and the first ids or rows at fault.
     """
     if out is not None and out.suffix not in (".parquet", ".arrow"):
         raise ValueError(f"{out}: write the mask to a file that ends in .parquet or .arrow")
-    documents = read_documents(source, columns or {}, scores_needed=lam > 0 or solver == "top_k")
-    n = len(documents.ids)
+    documents = read_documents(
+        source,
+        columns or {},
+        scores_needed=lam > 0 or solver == "top_k",
+        tokens_needed=parse_tokens(budget) is not None,
+        quota=quota,
+    )
+    diversity = {"pws": 1.0} if diversity is None else diversity
     try:
-        size = parse_budget(budget, n)
-        objective = QualityDiversity(documents.embeddings, documents.scores, lam, scale, constants)
+        kept = documents.budget(budget)
+        objective = QualityDiversity(documents.embeddings, documents.scores, lam, scale, constants, diversity)
         selection = solve(
             objective,
-            size,
+            kept,
             solver=solver,
             seed=seed,
             ids=documents.ids,
@@ -83,6 +106,7 @@ def solve_file(
         write_mask(out, documents.ids, selection)
     return {
         **selection.summary(),
+        **({} if quota is None else {"quota": quota, "quotas": dict(zip(kept.names, kept.amounts, strict=True))}),
         "lambda": lam,
         "scale": scale,
         "seed": seed,
@@ -96,6 +120,9 @@ def write_mask(out: Path, ids: list[str], selection: Selection) -> None:
     n = len(ids)
     selected = np.zeros(n, bool)
     selected[selection.indices] = True
+    kept = np.full(n, -1) if selection.kept is None else selection.kept
+    similarity = np.full(n, np.nan) if selection.similarity is None else selection.similarity
+    instead = kept >= 0
     schema = pa.schema([f.with_name("id") if f.name == "doc_id" else f for f in MASKS])
     table = pa.table(
         {
@@ -104,9 +131,9 @@ def write_mask(out: Path, ids: list[str], selection: Selection) -> None:
             "score": selection.scores,
             "rank": selection.rank,
             "split": np.zeros(n, np.int32),
-            "reason": pa.nulls(n, pa.string()),
-            "kept_id": pa.nulls(n, pa.string()),
-            "similarity": pa.nulls(n, pa.float64()),
+            "reason": pa.array(["near_duplicate" if other else None for other in instead.tolist()], pa.string()),
+            "kept_id": pa.array([ids[k] if k >= 0 else None for k in kept.tolist()], pa.string()),
+            "similarity": pa.array(similarity, mask=~instead),
         },
         schema=schema,
     )
@@ -114,8 +141,15 @@ def write_mask(out: Path, ids: list[str], selection: Selection) -> None:
         writer.write(table)
 
 
-def read_documents(source: Path, columns: Mapping[str, str], *, scores_needed: bool) -> Documents:
-    """Ids, scores and vectors of a parquet or Arrow IPC file.
+def read_documents(
+    source: Path,
+    columns: Mapping[str, str],
+    *,
+    scores_needed: bool,
+    tokens_needed: bool = False,
+    quota: str | None = None,
+) -> Documents:
+    """Ids, scores and vectors of a parquet or Arrow IPC file, and what a budget needs: tokens, the column of quotas.
 
     Vectors are lists or fixed-size lists of float16, float32 or float64 (float16 stays float16). Raises ValueError for
     a file that cannot be read or columns that are missing or of another type, BadInput for rows at fault.
@@ -124,40 +158,67 @@ def read_documents(source: Path, columns: Mapping[str, str], *, scores_needed: b
     if unknown:
         raise ValueError(f"no columns are called {sorted(unknown)} here; rename any of: {', '.join(COLUMNS)}")
     names = {column: columns.get(column, column) for column in COLUMNS}
-    table = _read(source, names, scores_needed)
+    required = [names["id"], names["embedding"]]
+    required += [names["score"]] if scores_needed else []
+    required += [names["token_count"]] if tokens_needed else []
+    # a column can be asked for twice: by its role, and for quotas
+    required += [quota] if quota is not None and quota not in required else []
+    table = _read(source, required, names["score"])
     ids = _ids(source, table.column(names["id"]))
-    scores = None
+    scores = tokens = groups = None
     if names["score"] in table.column_names:
         scores = _scores(source, table.column(names["score"]), ids, scores_needed)
-    return Documents(ids, scores, _embeddings(source, table.column(names["embedding"]), ids))
+    if tokens_needed:
+        tokens = _tokens(source, table.column(names["token_count"]), ids)
+    if quota is not None:
+        # a document without a value is of the group that has none
+        groups = pc.fill_null(_as_text(source, quota, table.column(quota)), "").to_pylist()
+    return Documents(ids, scores, _embeddings(source, table.column(names["embedding"]), ids), tokens, groups)
 
 
-def _read(source: Path, names: Mapping[str, str], scores_needed: bool) -> pa.Table:
+def _read(source: Path, required: list[str], score: str) -> pa.Table:
     with source.open("rb") as file:
         magic = file.read(6)
     try:
         if magic[:4] == b"PAR1":
             parquet = pq.ParquetFile(source)
-            have = parquet.schema_arrow.names
-            wanted = _wanted(source, names, have, scores_needed)
-            return parquet.read(columns=wanted)
+            return parquet.read(columns=_wanted(source, parquet.schema_arrow.names, required, score))
         if magic == b"ARROW1":
             table = pa.ipc.open_file(pa.memory_map(str(source))).read_all()
-            return table.select(_wanted(source, names, table.column_names, scores_needed))
+            return table.select(_wanted(source, table.column_names, required, score))
     except pa.ArrowInvalid as error:
         raise ValueError(f"{source}: cannot be read, it may be cut short ({error})") from error
     raise ValueError(f"{source}: is neither a parquet nor an Arrow IPC file")
 
 
-def _wanted(source: Path, names: Mapping[str, str], have: list[str], scores_needed: bool) -> list[str]:
-    required = [names["id"], names["embedding"], *([names["score"]] if scores_needed else [])]
+def _wanted(source: Path, have: list[str], required: list[str], score: str) -> list[str]:
     missing = [name for name in required if name not in have]
     if missing:
         raise ValueError(
             f"{source}: has no column {', '.join(map(repr, missing))}; its columns are: {', '.join(have)}. "
             "Name the right ones with --columns"
         )
-    return required if scores_needed or names["score"] not in have else [*required, names["score"]]
+    return required if score in required or score not in have else [*required, score]
+
+
+def _as_text(source: Path, name: str, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    try:
+        return pc.cast(column, pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise ValueError(f"{source}: column {name!r} is {column.type}, and groups have names or numbers") from None
+
+
+def _tokens(source: Path, column: pa.ChunkedArray, ids: list[str]) -> np.ndarray:
+    if not pa.types.is_integer(column.type):
+        raise ValueError(f"{source}: token counts are {column.type}, not whole numbers")
+    counts = pc.fill_null(pc.cast(column, pa.int64()), 0).to_numpy()
+    bad = np.flatnonzero((counts < 1) | (counts > MOST_TOKENS))
+    if bad.size:
+        raise BadInput(
+            f"{source}: {name_documents(ids, bad)}: the token count is not in 1 to {MOST_TOKENS:,}; leave these out "
+            "or count again"
+        )
+    return counts
 
 
 def _ids(source: Path, column: pa.ChunkedArray) -> list[str]:

@@ -1,8 +1,8 @@
 """One pass over the documents: score them all, find the best, sum them up. What the certified solver is made of.
 
 Here: the parts that documents come in, one for a pool in memory and one a shard for a corpus, and the operations over
-them, whose results do not depend on how documents are spread over parts. Not here: which point to score at (`certified`)
-and where shards come from (`corpus`).
+them, whose results do not depend on how documents are spread over parts. Not here: which point to score at
+(`certified`) and where shards come from (`corpus`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +26,11 @@ class Part:
     """Documents that are at hand together, k of them, and what the solver knows of each.
 
     linear: float64[k]; ties: uint64[k], distinct over all parts, the lower wins; costs: int64[k] tokens or None;
-    groups: int64[k] or None; columns: what a mask's means are taken of (`certificates.evaluate`). Scratch: scores float64[k]; member bool[k], the vertex last met; best bool[k], the best
-    mask met; base float64[k], the weights that the hull starts from; bits uint8[MEMORY, ⌈k/8⌉], the vertices in the
-    hull; order float64[k], the scores that the mask goes by.
+    groups: int64[k] or None; columns: what a mask's means are taken of (`certificates.evaluate`).
+
+    Scratch: scores float64[k]; member bool[k], the vertex last met; best bool[k], the best mask met; base float64[k],
+    the weights that the hull starts from; bits uint8[MEMORY, ⌈k/8⌉], the vertices in the hull; order float64[k], the
+    scores that the mask goes by.
     """
 
     vectors: Vectors
@@ -43,6 +45,16 @@ class Part:
     base: np.ndarray = field(repr=False)
     bits: np.ndarray = field(repr=False)
     order: np.ndarray = field(repr=False)
+
+    @property
+    def group(self) -> np.ndarray:
+        """int64[k]: each document's group, 0 where there is one."""
+        return np.zeros(self.ties.size, np.int64) if self.groups is None else self.groups
+
+    @property
+    def cost(self) -> np.ndarray:
+        """int64[k]: what each document takes of a budget, 1 where documents are counted."""
+        return np.ones(self.ties.size, np.int64) if self.costs is None else self.costs
 
     def scored(self, keys: np.ndarray, plain: bool = False) -> Scored:
         """What a cut of these keys needs; `plain` where groups and costs are of no account to it."""
@@ -240,7 +252,7 @@ class Passes:
             self._move(part, np.flatnonzero(whole & ~part.member), 1)
             self._move(part, np.flatnonzero(part.member & ~whole), -1)
             for row, fraction in zip(*best.partial(scored), strict=True):
-                weight = float(fraction * (1 if part.costs is None else part.costs[row]))
+                weight = float(fraction * part.cost[row])
                 unit = part.vectors.double(np.array([row]))
                 fractions.append((int(part.ties[row]), weight, unit, float(part.linear[row])))
         fractions.sort(key=lambda found: found[0])
@@ -296,8 +308,7 @@ class Passes:
             total = np.zeros(feature.size(self.d))
             for a in range(0, rows.size, _ROWS):
                 these = rows[a : a + _ROWS]
-                weights = np.ones(these.size) if part.costs is None else part.costs[these].astype(np.float64)
-                total += feature.total(part.vectors.unit(these), weights)
+                total += feature.total(part.vectors.unit(these), part.cost[these].astype(np.float64))
             return total
 
     def keep(self) -> None:
@@ -334,8 +345,7 @@ class Passes:
         others = np.zeros(self.size)
         for _, part in self.each():
             rows = np.flatnonzero(chosen(part))
-            groups = np.zeros(rows.size, np.int64) if part.groups is None else part.groups[rows]
-            held += np.bincount(groups, minlength=held.size)
+            held += np.bincount(part.group[rows], minlength=held.size)
             linear.add(part.linear[rows])
             part.vectors.add_to(rows, total)
             self.reads += rows.size
@@ -362,12 +372,9 @@ class Passes:
         found = []
         for number, part in self.each():
             rows = np.flatnonzero(chosen(part))
-            costs = np.ones(rows.size, np.int64) if part.costs is None else part.costs[rows]
-            groups = np.zeros(rows.size, np.int64) if part.groups is None else part.groups[rows]
-            columns = (part.ties, part.linear, keys(part), part.base, part.member)
-            ties, linear, key, base, inside = (column[rows].copy() for column in columns)
-            where = np.full(rows.size, number)
-            found.append((where, rows, ties, linear, costs, groups, key, base, inside, part.vectors.unit(rows)))
+            columns = (part.ties, part.linear, part.cost, part.group, keys(part), part.base, part.member)
+            picked = [column[rows] for column in columns]
+            found.append((np.full(rows.size, number), rows, *picked, part.vectors.unit(rows)))
         whole = [np.concatenate(column) for column in zip(*found, strict=True)]
         order = np.argsort(whole[2])
         self.reads += order.size

@@ -24,6 +24,8 @@ from dagster_datamask.selection.objectives import (
 )
 from dagster_datamask.selection.vectors import FEATURES, Vectors, prepare
 
+_ROWS = 4096
+
 
 @dataclass(frozen=True, eq=False)
 class Pool:
@@ -86,11 +88,12 @@ class Pool:
         """float64[size]: the mean of a concave metric's φ over the pool."""
         if name == "pws":
             return self.mean
-        feature, total = FEATURES[name], 0.0
-        for a in range(0, self.n, 4096):
-            rows = self.vectors.unit(self.order[a : a + 4096])
-            total = total + feature.total(rows, np.ones(len(rows)))
-        return np.asarray(total / self.n)
+        feature = FEATURES[name]
+        total = np.zeros(feature.size(self.vectors.d))
+        for a in range(0, self.n, _ROWS):
+            rows = self.vectors.unit(self.order[a : a + _ROWS])
+            total += feature.total(rows, np.ones(len(rows)))
+        return total / max(self.n, 1)
 
 
 def prepare_pool(objective: QualityDiversity, ids: Sequence[str]) -> Pool:

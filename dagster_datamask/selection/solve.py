@@ -30,7 +30,7 @@ from dagster_datamask.selection.exact import Scored, cut
 from dagster_datamask.selection.facility_location import Cover, FacilityLocation
 from dagster_datamask.selection.greedy import GreedyOptions, greedy
 from dagster_datamask.selection.objectives import CONCAVE, METRICS, QualityDiversity
-from dagster_datamask.selection.passes import InMemory, Passes
+from dagster_datamask.selection.passes import InMemory, Part, Passes
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions, Progress, learn_mask
 from dagster_datamask.selection.pool import Pool, prepare_pool
 from dagster_datamask.selection.sampling import ranks
@@ -120,6 +120,7 @@ class _Job:
     pool: Pool
     budget: Budget
     passes: Passes
+    part: Part
     seed: int
     split: int | str
     ids: Sequence[str]
@@ -138,8 +139,9 @@ class _Job:
     @cached_property
     def facility(self) -> FacilityLocation:
         """Facility location over the pool, its kernel shared by the solver and the certificate."""
-        limit = {} if self.memory_limit is None else {"memory_limit": self.memory_limit}
-        return FacilityLocation(self.unit(), **limit)
+        if self.memory_limit is None:
+            return FacilityLocation(self.unit())
+        return FacilityLocation(self.unit(), memory_limit=self.memory_limit)
 
     def cover(self, rows: np.ndarray) -> Cover:
         """How these rows cover the pool."""
@@ -195,14 +197,14 @@ def solve(
         raise ValueError(f"solver {solver!r} is none of: {', '.join(SOLVERS)}")
     chosen_from = budget if isinstance(budget, Budget) else documents(budget)
     chosen_from.check(n)
-    kind = _OPTIONS.get(solver)
+    kind = OPTIONS.get(solver)
     if options is not None and (kind is None or not isinstance(options, kind)):
         takes = "no options" if kind is None else kind.__name__
         raise ValueError(f"solver {solver!r} takes {takes}, not {type(options).__name__}")
     pool = prepare_pool(objective, ids)
     solving = time.perf_counter()
-    passes = pool_passes(pool, chosen_from)
-    job = _Job(pool, chosen_from, passes, seed, split, ids, accelerator, progress, options)
+    passes, part = pool_passes(pool, chosen_from)
+    job = _Job(pool, chosen_from, passes, part, seed, split, ids, accelerator, progress, options)
     # BLAS orders its sums by its number of threads; ours work on fixed blocks instead
     with threadpool_limits(limits=1, user_api="blas"):
         solved = SOLVERS[solver](job)
@@ -231,11 +233,12 @@ def solve(
     )
 
 
-def pool_passes(pool: Pool, budget: Budget) -> Passes:
-    """The passes over a pool in memory, for its concave metrics."""
+def pool_passes(pool: Pool, budget: Budget) -> tuple[Passes, Part]:
+    """The passes over a pool in memory, for its concave metrics, and the one part they are over."""
     given = pool.objective.given
-    return Passes(
-        InMemory(pool.vectors, pool.linear, pool.ties, budget.costs, budget.groups, pool.columns()),
+    parts = InMemory(pool.vectors, pool.linear, pool.ties, budget.costs, budget.groups, pool.columns())
+    passes = Passes(
+        parts,
         pool.n,
         pool.vectors.d,
         pool.terms.weights,
@@ -245,6 +248,7 @@ def pool_passes(pool: Pool, budget: Budget) -> Passes:
         given=given,
         given_linear=0.0 if given is None else pool.terms.lam * given.quality,
     )
+    return passes, parts.part
 
 
 def _relax(job: _Job, options: CertifiedOptions, progress: Progress | None = None) -> Relaxation:
@@ -255,7 +259,7 @@ def _relax(job: _Job, options: CertifiedOptions, progress: Progress | None = Non
 def _certify(job: _Job, solved: _Solved) -> tuple[Certificate, Evaluation]:
     """The certificate of the mask of these rows, and what it is worth."""
     pool, budget, passes = job.pool, job.budget, job.passes
-    part = passes.parts.part
+    part = job.part
     weights = pool.terms.weights
     others = _other_metrics(job, solved.rows)
     relaxation = solved.relaxation
@@ -367,9 +371,9 @@ def _certified(job: _Job) -> _Solved:
     if not job.budget.amount:
         return _Solved(np.zeros(0, np.int64), job.pool.linear, 0.0, [])
     state = _relax(job, options, job.progress)
-    scores = job.passes.parts.part.scores.copy()
+    scores = job.part.scores.copy()
     round_and_polish(job.passes, state, options, job.progress)
-    rows = np.flatnonzero(job.passes.parts.part.best)
+    rows = np.flatnonzero(job.part.best)
     return _Solved(rows, scores, job.passes.passes, state.trajectory, state)
 
 
@@ -505,7 +509,7 @@ SOLVERS: dict[str, Callable[[_Job], _Solved]] = {
     "semdedup": _semdedup,
     "dvrl": _dvrl,
 }
-_OPTIONS: dict[str, type] = {
+OPTIONS: dict[str, type] = {
     "policy_gradient": PolicyGradientOptions,
     "certified": CertifiedOptions,
     "greedy": GreedyOptions,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.budgets import parse_budget
+from dagster_datamask.selection.budgets import Budget, parse_tokens
 from dagster_datamask.selection.files import read_documents
 from dagster_datamask.selection.objectives import BadInput, QualityDiversity
 from dagster_datamask.selection.policy_gradient import Progress
@@ -113,13 +113,14 @@ def sweep(
     embeddings: np.ndarray,
     quality: np.ndarray,
     lambdas: Sequence[float],
-    budget: int,
+    budget: int | Budget,
     *,
     ids: Sequence[str],
     scale: str = "per_pool",
     constants: tuple[float, float] | None = None,
     solver: str = "certified",
     seed: int = 0,
+    diversity: Mapping[str, float] | None = None,
     accelerator: Accelerator = Accelerator(),  # noqa: B008
     progress: Progress | None = None,
     options: Options | None = None,
@@ -133,9 +134,10 @@ def sweep(
     ascending = tuple(sorted(set(lambdas)))
     if len(ascending) < 2:
         raise ValueError(f"a sweep takes two different λ or more, not {list(lambdas)}")
+    terms = {"pws": 1.0} if diversity is None else diversity
     selections: list[Selection] = []
     for k, lam in enumerate(ascending):
-        objective = QualityDiversity(embeddings, quality, lam, scale, constants)
+        objective = QualityDiversity(embeddings, quality, lam, scale, constants, terms)
         found = solve(objective, budget, solver=solver, seed=seed, ids=ids, accelerator=accelerator, options=options)
         selections.append(found)
         if progress is not None:
@@ -144,13 +146,13 @@ def sweep(
     for before, after in pairwise(selections):
         common = np.intersect1d(before.indices, after.indices, assume_unique=True).size
         overlaps.append(common / after.indices.size if after.indices.size else None)
-    return Sweep(ascending, selections, overlaps, _uniform(ascending, selections) if budget else None)
+    return Sweep(ascending, selections, overlaps, _uniform(ascending, selections))
 
 
 def _uniform(lambdas: Sequence[float], selections: Sequence[Selection]) -> tuple[float, float] | None:
     # the expectation over uniform masks is linear in λ, so two of them give both of its terms
     (a, fa), (b, fb) = ((lambdas[k], selections[k].certificate.baseline) for k in (0, -1))
-    if fa is None or fb is None:
+    if fa is None or fb is None or not selections[0].indices.size:
         return None
     slope = (fb - fa) / (b - a)
     return fa + (1.0 - a) * slope, fa - a * slope
@@ -165,6 +167,8 @@ def sweep_file(
     solver: str = "certified",
     seed: int = 0,
     columns: Mapping[str, str] | None = None,
+    diversity: Mapping[str, float] | None = None,
+    quota: str | None = None,
     accelerator: Accelerator = Accelerator(),  # noqa: B008
     progress: Progress | None = None,
     options: Options | None = None,
@@ -173,19 +177,21 @@ def sweep_file(
 
     Raises ValueError or BadInput naming the file, and the first ids or rows at fault.
     """
-    documents = read_documents(source, columns or {}, scores_needed=True)
+    in_tokens = parse_tokens(budget) is not None
+    documents = read_documents(source, columns or {}, scores_needed=True, tokens_needed=in_tokens, quota=quota)
     assert documents.scores is not None
     try:
-        size = parse_budget(budget, len(documents.ids))
+        kept = documents.budget(budget)
         found = sweep(
             documents.embeddings,
             documents.scores,
             lambdas,
-            size,
+            kept,
             ids=documents.ids,
             scale=scale,
             solver=solver,
             seed=seed,
+            diversity=diversity,
             accelerator=accelerator,
             progress=progress,
             options=options,
@@ -197,7 +203,8 @@ def sweep_file(
     uniform = None if found.uniform is None else dict(zip(("quality", "diversity"), found.uniform, strict=True))
     return {
         "n": len(documents.ids),
-        "budget": size,
+        "budget": kept.amount,
+        "unit": kept.unit,
         "scale": scale,
         "solver": solver,
         "seed": seed,

@@ -64,11 +64,10 @@ class Vectors:
         """Add the sum of ẑ over these rows, each weighed by its cost, to `total`."""
 
         def block(a: int, b: int) -> np.ndarray:
-            sums = None
+            sums = total.nothing()
             for c in range(a, b, _CACHED):
                 part = rows[c : min(c + _CACHED, b)]
-                found = total.block(self.double(part), None if costs is None else costs[part])
-                sums = found if sums is None else sums + found
+                sums += total.block(self.double(part), None if costs is None else costs[part])
             return sums
 
         if rows.size:
@@ -113,7 +112,7 @@ def prepare(stored: np.ndarray, ties: np.ndarray) -> Prepared:
     probe = keyed.rng(0, "checksum", d).standard_normal(d)
 
     def block(start: int, stop: int) -> np.ndarray:
-        sums = np.zeros((1, d), np.int64)
+        sums = total.nothing()
         rows = np.empty((_CACHED, d))
         for a in range(start, stop, _CACHED):
             b = min(a + _CACHED, stop)

@@ -29,12 +29,13 @@ FEW = PolicyGradientOptions(steps=20, batch=1.0, group=8)
 
 def prepared(f: QualityDiversity, budget: Budget | int) -> tuple[Pool, Passes]:
     pool = prepare_pool(f, ids_of(f.embeddings.shape[0]))
-    return pool, pool_passes(pool, budget if isinstance(budget, Budget) else documents(budget))
+    return pool, pool_passes(pool, budget if isinstance(budget, Budget) else documents(budget))[0]
 
 
 def evaluated(pool: Pool, passes: Passes, rows: list[int]) -> Evaluation:
-    passes.parts.part.best[:] = False
-    passes.parts.part.best[rows] = True
+    with passes.parts.open(0) as part:
+        part.best[:] = False
+        part.best[rows] = True
     return evaluate(passes, pool.terms)
 
 
