@@ -7,12 +7,14 @@ import dagster as dg
 
 from dagster_datamask.assets import documents, globals, selection
 from dagster_datamask.assets.base import StageAsset
+from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import JOBS
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.pools import wait_without_spinning
 from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.sensors.new_embeddings import build_new_embeddings
 from dagster_datamask.sensors.new_shards import build_new_shards
 from dagster_datamask.settings import Settings, load_settings
 
@@ -28,6 +30,7 @@ ASSETS: tuple[StageAsset, ...] = (
     documents.pruned_documents,
     selection.e5_embeddings,
     selection.kmeans_clusters,
+    selection.corpus_selection_state,
     selection.datamask_masks,
     selection.fineweb_mask_manifest,
     selection.fineweb_mask,
@@ -38,8 +41,12 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
     """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
     return dg.Definitions(
         assets=[asset.build(settings) for asset in ASSETS],
+        asset_checks=[every_embedded_snapshot_solved(settings)],
         jobs=JOBS,
-        sensors=[build_new_shards(settings)],
+        sensors=[
+            build_new_shards(settings),
+            *([build_new_embeddings(settings)] if settings.select.scope == "corpus" else []),
+        ],
         resources={
             "storage": StorageResource.from_settings(settings),
             "accelerator": AcceleratorResource.from_settings(settings),

@@ -17,7 +17,7 @@ import dagster as dg
 import numpy as np
 
 from dagster_datamask.definitions import build_definitions
-from dagster_datamask.jobs import fit_global, full
+from dagster_datamask.jobs import embed, fit_global, full, select, solve_corpus
 from dagster_datamask.keyed import hash64
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.scoring.encoders import ENCODERS
@@ -105,20 +105,32 @@ def materialise(
     instance: dg.DagsterInstance,
     told: Callable[[SnapshotRun], None] = lambda run: None,
 ) -> list[SnapshotRun]:
-    """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others."""
+    """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others.
+
+    With select.scope = corpus: `embed` for each, `solve_corpus` over all that are embedded, then `select` for those
+    that did not fail.
+    """
     defs = build_definitions(settings)
     store = Store(Path(settings.storage.root))
     runs: list[SnapshotRun] = []
-    if unfitted(store, settings, source):
-        runs.append(_execute(defs, fit_global.name, None, instance))
+
+    def execute(job: str, snapshot: str | None = None) -> bool:
+        runs.append(_execute(defs, job, snapshot, instance))
         told(runs[-1])
-        if not runs[-1].success:
-            return runs
+        return runs[-1].success
+
+    if unfitted(store, settings, source) and not execute(fit_global.name):
+        return runs
     missing = [key for key in snapshots if key not in instance.get_dynamic_partitions(cc_snapshot.name or "")]
     instance.add_dynamic_partitions(cc_snapshot.name or "", sorted(missing))
-    for snapshot in snapshots:
-        runs.append(_execute(defs, full.name, snapshot, instance))
-        told(runs[-1])
+    if settings.select.scope != "corpus":
+        for snapshot in snapshots:
+            execute(full.name, snapshot)
+        return runs
+    embedded = [snapshot for snapshot in snapshots if execute(embed.name, snapshot)]
+    if embedded and execute(solve_corpus.name):
+        for snapshot in embedded:
+            execute(select.name, snapshot)
     return runs
 
 
@@ -130,7 +142,8 @@ def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.
         tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}"},
         run_config={"loggers": {"console": {"config": {}}}},
     )
-    run = SnapshotRun(snapshot or job, result.run_id, result.success)
+    name = " ".join(part for part in (snapshot, "" if job == full.name else job) if part)
+    run = SnapshotRun(name, result.run_id, result.success)
     for event in result.all_events:
         if event.is_step_failure and run.failure is None:
             data = event.step_failure_data

@@ -6,6 +6,7 @@ reads. Does not belong here: what a setting does (that is the stage's) and Dagst
 
 import difflib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +17,45 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.selection.budgets import parse_budget
+from dagster_datamask.selection.budgets import parse_budget, parse_tokens
+from dagster_datamask.selection.objectives import CONCAVE, METRICS, check_terms
 
 CONFIG_FILE = "datamask.toml"
 # large enough for any number of documents, so that only what cannot be read is refused here
 _ANY_POOL = 10**18
-BUDGET_HELP = "a share of the documents ('10%') or a number of them ('5000')"
+BUDGET_HELP = "a share of the documents ('10%'), a number of them ('5000') or of tokens ('2e9tok')"
+# the diversity metrics that a solver knows, and those that take a number of documents without quotas
+_KNOWS = {"certified": CONCAVE, "conditional_gradient": ("disf",), "dvrl": ("pws",)}
+_PLAIN = ("semdedup",)
 
 
 class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type or out of range; the message is one line and names the remedy."""
+
+
+def parse_objective(text: str) -> dict[str, float]:
+    """{diversity metric: weight} of "pws" or "pws=0.7,facility_location=0.3".
+
+    Raises SettingsError for a name that is no metric, naming the nearest, and for weights that are no numbers >= 0.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, sign, weight = (piece.strip() for piece in part.partition("="))
+        if name not in METRICS:
+            near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else "take one or a weighted sum, 'pws=0.7,disf=0.3'"
+            raise SettingsError(f"objective {name!r} is none of: {', '.join(METRICS)}; {hint}")
+        if name in found:
+            raise SettingsError(f"objective {text!r} names {name} more than once")
+        try:
+            found[name] = float(weight) if sign else 1.0
+        except ValueError:
+            found[name] = math.nan
+        if not (math.isfinite(found[name]) and found[name] >= 0):
+            raise SettingsError(f"the weight of {name} in objective {text!r} is no number >= 0")
+    if not any(found.values()):
+        raise SettingsError(f"objective {text!r} weighs nothing")
+    return found
 
 
 class Section(BaseModel):
@@ -114,10 +144,25 @@ class ClusterSettings(Section):
 
 class SelectSettings(Section):
     lambda_: float = Field(0.5, ge=0, le=1, alias="lambda", description="weight of quality; 1 - lambda is diversity's")
-    budget: str = Field("10%", description=f"what to keep: {BUDGET_HELP}, counted before pruning")
-    solver: Literal["policy_gradient", "certified", "top_k", "random"] = Field(
-        "policy_gradient", description="how the mask is found; every mask gets its certificate"
+    objective: str = Field(
+        "pws",
+        description="diversity: pws, facility_location, disf, disf_second_moment, or 'pws=0.7,facility_location=0.3'",
     )
+    budget: str = Field("10%", description=f"what to keep: {BUDGET_HELP}, counted before pruning")
+    quota: Literal["none", "snapshot", "cluster", "domain"] = Field(
+        "none",
+        description="each of these gets its share of the budget; a domain is the host of the url column",
+    )
+    scope: Literal["split", "snapshot", "corpus"] = Field(
+        "split",
+        description="what is chosen from at once: parts of a snapshot, a snapshot, or all of them (solve_corpus)",
+    )
+    on_new_snapshot: Literal["extend", "resolve"] = Field(
+        "extend", description="with scope corpus: choose of the new beside what is kept already, or of all anew"
+    )
+    solver: Literal[
+        "policy_gradient", "certified", "greedy", "conditional_gradient", "top_k", "random", "semdedup", "dvrl"
+    ] = Field("policy_gradient", description="how the mask is found; every mask gets its certificate")
     scale: Literal["minmax", "per_pool", "zscore", "raw"] = Field(
         "minmax", description="scale of quality in the objective; minmax uses quality_calibration's constants"
     )
@@ -149,8 +194,60 @@ class SelectSettings(Section):
     @field_validator("budget")
     @classmethod
     def _budget_readable(cls, value: str) -> str:
-        parse_budget(value, _ANY_POOL)
+        if parse_tokens(value) is None:
+            parse_budget(value, _ANY_POOL)
         return value
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_readable(cls, value: str) -> str:
+        parse_objective(value)
+        return value
+
+    def check(self) -> None:
+        """Raise ValueError for what no solver could take."""
+        if self.l_max < self.l_min:
+            raise ValueError(f"select.l_max = {self.l_max} lies below select.l_min = {self.l_min}")
+        diversity = {name for name, weight in self.diversity.items() if weight and self.lambda_ < 1}
+        greedy_disf = self.solver == "greedy" and "disf" in diversity
+        known = ("disf",) if greedy_disf else _KNOWS.get(self.solver, METRICS)
+        if diversity - set(known):
+            raise ValueError(
+                f"select.solver = {self.solver} knows {', '.join(known)}, not {min(diversity - set(known))}; take "
+                "'policy_gradient' or another select.objective"
+            )
+        check_terms(self.lambda_, self.scale, (0.0, 1.0), self.diversity)
+        if (self.solver in _PLAIN or greedy_disf) and (self.in_tokens or self.quota != "none"):
+            raise ValueError(
+                f"select.solver = {self.solver} takes a number of documents without quotas"
+                f"{' for disf' if greedy_disf else ''}; change select.budget and select.quota, or the solver"
+            )
+        if self.quota == "snapshot" and self.scope != "corpus":
+            raise ValueError(f"select.quota = snapshot shares out a corpus, and select.scope = {self.scope}")
+        if self.scope != "split":
+            for key, value, fitting in (
+                ("solver", self.solver, ("certified",)),
+                ("objective", "pws" if self.is_pws else self.objective, ("pws",)),
+                ("scale", self.scale, ("minmax", "raw")),
+            ):
+                if value not in fitting:
+                    raise ValueError(
+                        f"select.scope = {self.scope} needs select.{key} = {' or '.join(fitting)}, not {value}"
+                    )
+
+    @property
+    def diversity(self) -> dict[str, float]:
+        """{metric: its weight}."""
+        return parse_objective(self.objective)
+
+    @property
+    def is_pws(self) -> bool:
+        """Whether diversity is pair-wise similarity alone, which is what pools of many shards are solved for."""
+        return self.diversity == {"pws": 1.0}
+
+    @property
+    def in_tokens(self) -> bool:
+        return parse_tokens(self.budget) is not None
 
 
 class GroupMatesSettings(Section):
@@ -186,8 +283,7 @@ class Settings(Section):
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
         """Refuse, before any document is scored, what no snapshot could meet."""
-        if self.select.l_max < self.select.l_min:
-            raise ValueError(f"select.l_max = {self.select.l_max} lies below select.l_min = {self.select.l_min}")
+        self.select.check()
         budget = self.select.budget.strip()
         if self.prune.threshold == "per_snapshot" and budget.endswith("%"):
             share = Fraction(budget[:-1].strip()) / 100

@@ -13,7 +13,7 @@ from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages import calibration, classifiers, embeddings, ingest, manifest, masks, scores
+from dagster_datamask.stages import calibration, classifiers, corpus, embeddings, ingest, manifest, masks, scores
 from dagster_datamask.stages.base import STAGES, Outcome, Run
 
 PROSE = (
@@ -144,7 +144,8 @@ class Project:
             "pruned_documents": lambda: scores.pruned_documents(run, snapshot),
             "e5_embeddings": lambda: embeddings.e5_embeddings(run, source, snapshot),
             "kmeans_clusters": lambda: embeddings.kmeans_clusters(run, snapshot),
-            "datamask_masks": lambda: masks.datamask_masks(run, snapshot),
+            "corpus_selection_state": lambda: corpus.corpus_selection_state(run, source),
+            "datamask_masks": lambda: masks.datamask_masks(run, source, snapshot),
             "fineweb_mask_manifest": lambda: manifest.fineweb_mask_manifest(run, snapshot),
             "fineweb_mask": lambda: manifest.fineweb_mask(run, source, snapshot),
         }

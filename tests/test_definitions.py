@@ -122,11 +122,35 @@ def test_no_asset_feeds_a_global_one_from_a_snapshot(defs: dg.Definitions) -> No
             assert node.partitions_def.name == "cc_snapshot", key
 
 
-def test_edges_are_those_of_the_stage_table(defs: dg.Definitions) -> None:
-    graph = defs.resolve_asset_graph()
-    for name, stage in STAGES.items():
-        parents = {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys}
-        assert parents == set(stage.inputs), name
+OF_CORPUS = ("select.scope=corpus", "select.solver=certified")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "read_by_masks"),
+    [
+        ([], {"quality_calibration"}),
+        (["select.lambda=0"], set()),
+        (["select.scale=raw", "select.budget=9tok"], {"raw_shards"}),
+        (["select.quota=cluster"], {"quality_calibration", "kmeans_clusters"}),
+        (["select.quota=domain"], {"quality_calibration", "raw_shards"}),
+        ([*OF_CORPUS, "select.quota=cluster"], {"corpus_selection_state"}),
+    ],
+)
+def test_edges_are_those_of_the_stage_table(overrides: list[str], read_by_masks: set[str]) -> None:
+    settings = load_settings(None, overrides, env={})
+    graph = build_definitions(settings).resolve_asset_graph()
+    edges = {name: {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys} for name in STAGES}
+    assert edges == {name: set(stage.needs(settings)) for name, stage in STAGES.items()}
+    assert edges["datamask_masks"] == {"pruned_documents", "e5_embeddings"} | read_by_masks
+
+
+def test_the_sensor_that_solves_the_corpus_is_there_where_the_corpus_is_solved() -> None:
+    def sensors(*overrides: str) -> set[str]:
+        definitions = build_definitions(load_settings(None, overrides, env={}))
+        return {sensor.name for sensor in definitions.sensors or []}
+
+    assert sensors() == {"new_shards"}
+    assert sensors(*OF_CORPUS) == {"new_shards", "new_embeddings"}
 
 
 def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_follows() -> None:
@@ -141,6 +165,9 @@ def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_f
     before = versions()
     assert moved() == set()
     assert moved("storage.root=/elsewhere", "source.url=/there", "compute.memory_limit_gb=2") == set()
-    assert moved("select.lambda=0.3") == {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+    selected = {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+    assert moved("select.lambda=0.3") == {"corpus_selection_state", *selected}
+    assert moved("select.on_new_snapshot=resolve") == {"corpus_selection_state"}
+    assert moved("select.quota=cluster") == {"corpus_selection_state", *selected}
     assert moved("models.edu=other/model") == set(STAGES) - {"raw_shards"}
     assert moved("source.on_bad_shard=quarantine") == {name for name, stage in STAGES.items() if stage.partitioned}

@@ -42,7 +42,11 @@ OTHER = {
     "cluster.seed": 1,
     "select.lambda": 0.3,
     "select.budget": "5%",
-    "select.solver": "certified",
+    "select.objective": "disf_second_moment",
+    "select.quota": "domain",
+    "select.scope": "snapshot",
+    "select.on_new_snapshot": "resolve",
+    "select.solver": "top_k",
     "select.scale": "raw",
     "select.group": 64,
     "select.lr": 5.0,
@@ -103,7 +107,7 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_every_key_is_read_written_and_described() -> None:
     assert sorted(OTHER) == sorted(set(known_keys()) - {"profile"})
-    settings = loaded()
+    settings = loaded("select.solver=certified")
     for key, value in OTHER.items():
         changed = settings.replace({key: value})
         assert settings.get(key) != value
@@ -115,14 +119,16 @@ def test_every_key_is_read_written_and_described() -> None:
 
 
 def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
-    settings = loaded()
+    settings = loaded("select.solver=certified")
     before = {name: stage.code_version(settings) for name, stage in STAGES.items()}
     for key, value in OTHER.items():
         changed = settings.replace({key: value})
         moved = {name for name, stage in STAGES.items() if stage.code_version(changed) != before[name]}
         assert moved == {name for name, stage in STAGES.items() if key in stage.reads}, key
     for key, stages in {
-        "select.lambda": {"datamask_masks"},
+        "select.lambda": {"corpus_selection_state", "datamask_masks"},
+        "select.on_new_snapshot": {"corpus_selection_state"},
+        "select.scope": {"datamask_masks"},
         "prune.threshold": {"pruned_documents"},
         "cluster.k": {"kmeans_centroids"},
         "source.on_bad_shard": {"raw_shards"},
@@ -173,6 +179,17 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         ("select.budget=lots", "budget 'lots' cannot be read"),
         ("select.budget=101%", "asks for more than"),
         ("select.budget=-5", "is negative"),
+        ("select.budget=1.5tok", "budget '1.5tok' is not a whole number of tokens; write it as '2e9tok'"),
+        ("select.objective=pairs", "objective 'pairs' is none of: pws, facility_location, disf, disf_second_moment"),
+        ("select.objective=pws,disff=0.3", "objective 'disff' is none of: "),
+        ("select.objective=pws,disff=0.3", "did you mean 'disf'?"),
+        ("select.objective=pws=-1", "the weight of pws in objective 'pws=-1' is no number >= 0"),
+        ("select.objective=pws=0", "objective 'pws=0' weighs nothing"),
+        ("select.objective=pws,pws=2", "names pws more than once"),
+        ("select.quota=host", "Input should be 'none', 'snapshot', 'cluster' or 'domain'"),
+        ("select.quota=snapshot", "select.quota = snapshot shares out a corpus, and select.scope = split"),
+        ("select.scope=all", "Input should be 'split', 'snapshot' or 'corpus'"),
+        ("select.scope=corpus", "select.scope = corpus needs select.solver = certified, not policy_gradient"),
         ("prune.ratio=1", "prune.ratio = 1: Input should be less than 1"),
         ("score.weights=[1,2]", "takes three numbers >= 0 (DCLM, Edu, Wiki), not all zero"),
         ("score.weights=[0,0,0]", "not all zero"),
@@ -317,6 +334,38 @@ class TestWhatCannotBeMet:
     def test_logits_that_end_before_they_begin(self) -> None:
         with pytest.raises(SettingsError, match=r"select\.l_max = 1\.0 lies below select\.l_min = 3\.0"):
             load_settings(os.devnull, ["select.l_min=3.0", "select.l_max=1.0"], env={})
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["solver=certified", "objective=pws=0.5,disf=0.5"], "certified knows pws, disf_second_moment, not disf"),
+            (["solver=dvrl", "objective=facility_location"], "dvrl knows pws, not facility_location"),
+            (["solver=greedy", "objective=pws,disf"], "greedy knows disf, not pws"),
+            (
+                ["solver=greedy", "objective=disf", "quota=domain"],
+                "takes a number of documents without quotas for disf",
+            ),
+            (["solver=semdedup", "budget=9tok"], "semdedup takes a number of documents without quotas; change"),
+            (["scale=zscore", "objective=disf"], "scale 'zscore' has a closed form for pws alone"),
+            (["scope=snapshot", "solver=certified", "objective=disf_second_moment"], "needs select.objective = pws"),
+            (
+                ["scope=corpus", "solver=certified", "scale=per_pool"],
+                "needs select.scale = minmax or raw, not per_pool",
+            ),
+        ],
+    )
+    def test_what_no_solver_takes(self, overrides: list[str], message: str) -> None:
+        with pytest.raises(SettingsError) as caught:
+            loaded(*(f"select.{override}" for override in overrides))
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_a_budget_in_tokens_is_no_share_of_what_pruning_leaves(self) -> None:
+        assert loaded("select.budget=2e9tok", "prune.ratio=0.9").select.in_tokens
+        assert not loaded("select.budget=5%").select.in_tokens
+
+    def test_metrics_that_lambda_leaves_out_bother_no_solver(self) -> None:
+        assert loaded("select.lambda=1", "select.solver=certified", "select.objective=disf")
 
     @pytest.mark.parametrize("override", ["profile.x=1", "profile=[1]", "profile=1"])
     def test_a_profile_of_another_kind(self, override: str) -> None:

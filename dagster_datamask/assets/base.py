@@ -32,12 +32,22 @@ Compute = Callable[[Run, Source, str], Outcome]
 
 # name, whether it blocks, what it says
 _CheckSpec = tuple[str, bool, str]
+_OF_A_MASK: tuple[_CheckSpec, ...] = (
+    (
+        "budget_met_exactly",
+        True,
+        "The mask keeps exactly the budget, or every survivor where there are fewer; of tokens, never more and less "
+        "only by what no document fits into.",
+    ),
+    ("value_below_bound", True, "The mask's value does not exceed its upper bound: a negative gap is a bug."),
+)
 CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
     "raw_shards": (("every_shard_readable", False, "No shard of the snapshot was set aside as unreadable."),),
-    "datamask_masks": (
-        ("budget_met_exactly", True, "The mask keeps exactly the budget, or every survivor where there are fewer."),
-        ("value_below_bound", True, "The mask's value does not exceed its upper bound: a negative gap is a bug."),
+    "corpus_selection_state": (
+        *_OF_A_MASK,
+        ("every_snapshot_embedded", False, "Every snapshot that was begun has its embeddings, and so a part here."),
     ),
+    "datamask_masks": _OF_A_MASK,
     "fineweb_mask_manifest": (
         ("made_under_these_settings", True, "Every input was made under the settings and models now in force."),
         ("kept_equals_budget", True, "As many rows are kept as the budget asks for and the pool can give."),
@@ -109,7 +119,7 @@ class StageAsset:
             name=stage.name,
             description=stage.about,
             group_name=stage.group,
-            deps=list(stage.inputs),
+            deps=list(stage.needs(settings)),
             partitions_def=partitions,
             code_version=code_version(stage, settings),
             owners=["team:datamask"],
@@ -125,12 +135,12 @@ def code_version(stage: Stage, settings: Settings) -> str:
     Dagster compares an asset with its direct parents' data alone, so a change far up would show only where it is read;
     with the whole line in the version, all that follows shows as stale, and nothing else.
     """
-    line = {name: STAGES[name].code_version(settings) for name in _line(stage)}
+    line = {name: STAGES[name].code_version(settings) for name in _line(stage, settings)}
     return f"{stage.version}-{digest(json.dumps(line, sort_keys=True), size=6).hex()}"
 
 
-def _line(stage: Stage) -> set[str]:
-    return {stage.name}.union(*(_line(STAGES[name]) for name in stage.inputs))
+def _line(stage: Stage, settings: Settings) -> set[str]:
+    return {stage.name}.union(*(_line(STAGES[name], settings) for name in stage.needs(settings)))
 
 
 def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:
@@ -233,9 +243,17 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             flat[f"{prefix}{name}"] = value
         elif name == "beside":
             flat |= _facts(value, "beside/")
-        elif name not in _IN_FIGURES:
-            flat[f"{prefix}{name}"] = _table(value) if isinstance(value, dict) else dg.MetadataValue.json(value)
+        elif name not in _IN_FIGURES and value:
+            flat[f"{prefix}{name}"] = _nested(value)
     return flat
+
+
+def _nested(value: Any) -> dg.MetadataValue:
+    if isinstance(value, dict):
+        return _table(value)
+    if isinstance(value[0], dict):
+        return dg.MetadataValue.table([dg.TableRecord(row) for row in value])
+    return dg.MetadataValue.json(value)
 
 
 def _table(record: dict[str, Any]) -> dg.TableMetadataValue:

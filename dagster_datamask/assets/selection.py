@@ -2,7 +2,7 @@
 
 from dagster_datamask.assets.base import stage_asset
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages import embeddings, manifest, masks
+from dagster_datamask.stages import corpus, embeddings, manifest, masks
 from dagster_datamask.stages.base import Outcome, Run
 
 
@@ -16,9 +16,14 @@ def kmeans_clusters(run: Run, source: Source, snapshot: str) -> Outcome:
     return embeddings.kmeans_clusters(run, snapshot)
 
 
+@stage_asset("corpus_selection_state")
+def corpus_selection_state(run: Run, source: Source, snapshot: str) -> Outcome:
+    return corpus.corpus_selection_state(run, source)
+
+
 @stage_asset("datamask_masks")
 def datamask_masks(run: Run, source: Source, snapshot: str) -> Outcome:
-    return masks.datamask_masks(run, snapshot)
+    return masks.datamask_masks(run, source, snapshot)
 
 
 @stage_asset("fineweb_mask_manifest")

@@ -2,13 +2,13 @@
 
 import dagster as dg
 
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.base import FITTED, STAGES
 
 _SCORE = ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores", "quality_scores", "pruned_documents")
 
 fit_global = dg.define_asset_job(
     "fit_global",
-    selection=[name for name, stage in STAGES.items() if not stage.partitioned],
+    selection=list(FITTED),
     description="Resolve or train the classifiers, fix quality's constants, fit the centroids; frozen afterwards.",
 )
 score = dg.define_asset_job("score", selection=list(_SCORE), description="Documents, their scores and pruning.")
@@ -23,4 +23,16 @@ full = dg.define_asset_job(
     description="A snapshot from its shards to the kept documents.",
 )
 
-JOBS = [fit_global, score, select, full]
+# with select.scope = corpus a snapshot goes this far, then solve_corpus, then select
+embed = dg.define_asset_job(
+    "embed",
+    selection=[*_SCORE, "e5_embeddings", "kmeans_clusters"],
+    description="A snapshot from its shards to its vectors: what solve_corpus chooses from.",
+)
+solve_corpus = dg.define_asset_job(
+    "solve_corpus",
+    selection=["corpus_selection_state"],
+    description="The masks of all embedded snapshots as one pool (select.scope = corpus).",
+)
+
+JOBS = [fit_global, score, embed, solve_corpus, select, full]

@@ -11,13 +11,13 @@ from typing import Any
 
 import dagster as dg
 
-from dagster_datamask.jobs import fit_global, full
+from dagster_datamask.jobs import embed, fit_global, full
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.source import Source, SourceError
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.base import FITTED, STAGES
 from dagster_datamask.stages.freshness import unfitted
 
 _MAX_REQUESTS = 25
@@ -27,14 +27,16 @@ _DEADLINE_SECONDS = 40.0
 
 def build_new_shards(settings: Settings) -> dg.SensorDefinition:
     """The sensor for these settings."""
-    global_settings = settings.hash({key for stage in STAGES.values() if not stage.partitioned for key in stage.reads})
+    global_settings = settings.hash({key for name in FITTED for key in STAGES[name].reads})
+    # a corpus is chosen from once its snapshots are embedded: `new_embeddings` goes on from there
+    job = embed if settings.select.scope == "corpus" else full
 
     @dg.sensor(
         name="new_shards",
-        jobs=[full, fit_global],
+        jobs=[job, fit_global],
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
-        description="Adds a partition for each new snapshot and runs the job full when shards land or are replaced.",
+        description=f"Adds a partition for each new snapshot and runs the job {job.name} when shards land or change.",
     )
     def new_shards(context: dg.SensorEvaluationContext, storage: StorageResource) -> dg.SensorResult | dg.SkipReason:
         try:
@@ -61,12 +63,16 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
         requests = [
             dg.RunRequest(
                 run_key=cursor.see(snapshot, fingerprint),
-                job_name=full.name,
+                job_name=job.name,
                 partition_key=snapshot,
                 tags={"datamask/listing": fingerprint},
             )
             for snapshot, fingerprint in changed.items()
         ]
+        if job is embed:
+            context.log.info(
+                "once these are embedded, solve_corpus and then select are next: the sensor new_embeddings"
+            )
         return dg.SensorResult(
             run_requests=requests,
             dynamic_partitions_requests=[cc_snapshot.build_add_request(added)] if added else [],

@@ -48,6 +48,12 @@ class Stage:
     about: str
     partitioned: bool = True
     on_accelerator: bool = False
+    # what is read under some settings alone
+    optional: tuple[tuple[str, Callable[[Settings], bool]], ...] = ()
+
+    def needs(self, settings: Settings) -> tuple[str, ...]:
+        """The inputs under these settings: what is read, depended on in Dagster, and part of the code version."""
+        return self.inputs + tuple(name for name, wanted in self.optional if wanted(settings))
 
     def code_version(self, settings: Settings) -> str:
         """Dagster's code version: the stage's own, and the hash of the settings it reads."""
@@ -62,7 +68,10 @@ _SELECT = tuple(
     f"select.{name}"
     for name in (
         "lambda",
+        "objective",
         "budget",
+        "quota",
+        "scope",
         "solver",
         "scale",
         "group",
@@ -79,12 +88,41 @@ _SELECT = tuple(
     )
 )
 
+
+def _reads_constants(settings: Settings) -> bool:
+    return settings.select.scale == "minmax" and settings.select.lambda_ > 0
+
+
+def _reads_rows(settings: Settings) -> bool:
+    return settings.select.in_tokens or settings.select.quota == "domain"
+
+
+def _reads_clusters(settings: Settings) -> bool:
+    return settings.select.quota == "cluster"
+
+
+def _apart(wanted: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
+    """Where each snapshot is chosen from apart from the others."""
+    return lambda settings: settings.select.scope != "corpus" and wanted(settings)
+
+
+def candidate_inputs(settings: Settings) -> tuple[str, ...]:
+    """The assets of a snapshot that say which documents can be chosen, what they count and what quota they are in."""
+    rows, clusters = _reads_rows(settings), _reads_clusters(settings)
+    return (
+        "pruned_documents",
+        "e5_embeddings",
+        *(("raw_shards",) if rows else ()),
+        *(("kmeans_clusters",) if clusters else ()),
+    )
+
+
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
         Stage(
             "quality_classifiers",
-            "1",
+            "2",
             (
                 "models.dclm",
                 "models.dclm_label",
@@ -107,7 +145,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "quality_calibration",
-            "1",
+            "2",
             ("score.weights", "score.calibration_snapshots", "score.calibration_sample", "prune.ratio"),
             ("quality_classifiers",),
             "global",
@@ -136,7 +174,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "raw_shards",
-            "1",
+            "2",
             ("source.on_bad_shard", "source.hash_below"),
             (),
             "documents",
@@ -177,7 +215,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "pruned_documents",
-            "1",
+            "2",
             ("prune.ratio", "prune.threshold"),
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
@@ -207,17 +245,40 @@ STAGES: dict[str, Stage] = {
             "The nearest frozen centroid of each embedded document.",
         ),
         Stage(
-            "datamask_masks",
+            "corpus_selection_state",
             "1",
-            _SELECT,
-            ("pruned_documents", "e5_embeddings", "quality_calibration"),
+            (
+                "select.lambda",
+                "select.objective",
+                "select.budget",
+                "select.quota",
+                "select.scale",
+                "select.on_new_snapshot",
+            ),
+            (),
             "selection",
-            "The mask: lambda x quality + (1 - lambda) x pair-wise similarity at the budget, with its certificate.",
+            "The masks of all embedded snapshots, chosen as one pool, with what a later snapshot is chosen beside.",
+            partitioned=False,
+            optional=(("quality_calibration", _reads_constants),),
+        ),
+        Stage(
+            "datamask_masks",
+            "2",
+            _SELECT,
+            ("pruned_documents", "e5_embeddings"),
+            "selection",
+            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate.",
             on_accelerator=True,
+            optional=(
+                ("quality_calibration", _apart(_reads_constants)),
+                ("raw_shards", _apart(_reads_rows)),
+                ("kmeans_clusters", _apart(_reads_clusters)),
+                ("corpus_selection_state", lambda settings: settings.select.scope == "corpus"),
+            ),
         ),
         Stage(
             "fineweb_mask_manifest",
-            "1",
+            "2",
             (),
             (
                 "raw_shards",
@@ -243,6 +304,10 @@ STAGES: dict[str, Stage] = {
         ),
     )
 }
+
+
+# what the job fit_global fits once and freezes
+FITTED = tuple(name for name, stage in STAGES.items() if stage.group == "global")
 
 
 @dataclass(frozen=True)
@@ -287,7 +352,7 @@ class Run:
         """
         found = {
             name: self.store.current(name, snapshot if STAGES[name].partitioned else None)
-            for name in (stage.inputs if names is None else names)
+            for name in (stage.needs(self.settings) if names is None else names)
         }
         for published in found.values():
             for ancestor, fingerprint in published.inputs.items():

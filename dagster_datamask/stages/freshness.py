@@ -4,7 +4,7 @@ from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.base import FITTED, STAGES
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs
 
@@ -20,10 +20,9 @@ def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]
     why: dict[str, str] = {}
     here = source.snapshots()
     # resolved even where nothing is published yet: a model that cannot be had is better known before any run
-    models = {name: _models(name, settings) for name, stage in STAGES.items() if not stage.partitioned}
-    for name, stage in STAGES.items():
-        if stage.partitioned:
-            continue
+    models = {name: _models(name, settings) for name in FITTED}
+    for name in FITTED:
+        stage = STAGES[name]
         published = store.published(name)
         if published is None:
             why[name] = "missing"

@@ -22,9 +22,10 @@ from dagster_datamask.shards.generations import Published, total_counts
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.base import FITTED, STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs
+from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.scores import QUALITY_BINS, SIDE_ROWS, integer_histogram
 
 STRATEGY = "datamask"
@@ -49,7 +50,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
     stage = STAGES["fineweb_mask_manifest"]
     inputs = run.inputs(stage, snapshot)
     raw = inputs["raw_shards"]
-    foreign = _foreign_settings(run, inputs)
+    foreign = _foreign_settings(run, snapshot, inputs)
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
         whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
@@ -88,11 +89,14 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
         }
         write_json(generation.folder / SIDECAR, _sidecar(run, snapshot, inputs, counts, facts))
         same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
+        masks = inputs["datamask_masks"].facts
         kept = Check(
             "kept_equals_budget",
-            counts["kept"] == facts["budget"] - facts["short_by"],
+            (counts["kept"], facts["tokens_kept"]) == (masks["kept"], masks["tokens"])
+            if masks["unit"] == "tokens"
+            else counts["kept"] == facts["budget"] - facts["short_by"],
             True,
-            {"kept": counts["kept"], "budget": facts["budget"], "short_by": facts["short_by"]},
+            {name: facts[name] for name in ("kept", "tokens_kept", "budget", "short_by", "unit")},
         )
         return finish(
             generation,
@@ -158,11 +162,15 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
     return table, rows, Counter(decisions.tolist())
 
 
-def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
+def _foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> list[str]:
     """What of the inputs was made under other settings or models than those of datamask.toml, in words."""
-    lineage = dict(inputs)
-    for name in ("quality_classifiers", "quality_calibration", "kmeans_centroids"):
-        lineage[name] = run.store.current(name)
+    lineage = {**inputs, **{name: run.store.current(name) for name in FITTED}}
+    now = {name: published.fingerprint for name, published in lineage.items()}
+    if STATE in inputs["datamask_masks"].inputs:
+        lineage[STATE] = run.store.current(STATE)
+        entry = read_state(lineage[STATE])["snapshots"].get(snapshot)
+        # a later round leaves this snapshot's masks as they are
+        now[STATE] = "" if entry is None else part_identity(snapshot, entry)
     foreign = [
         f"{name}: {key} = {published.settings.get(key)!r} (in force: {value!r})"
         for name, published in sorted(lineage.items())
@@ -174,7 +182,7 @@ def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
         f"{name}: made with another generation of {ancestor}"
         for name, published in sorted(lineage.items())
         for ancestor, fingerprint in sorted(published.inputs.items())
-        if ancestor in lineage and lineage[ancestor].fingerprint != fingerprint
+        if now.get(ancestor, fingerprint) != fingerprint
     ]
     foreign += [
         f"{name}: made by version {published.code_version} of the code (in force: {STAGES[name].version})"
@@ -183,9 +191,9 @@ def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
     ]
     # revisions alone: a manifest written on a CPU accepts vectors made on a GPU
     made = {key: value for key, value in classifiers.inputs.items() if key != "precision"}
-    now = {key: value for key, value in classifier_inputs(run.in_force, run.accelerator).items() if key != "precision"}
+    wanted = {k: value for k, value in classifier_inputs(run.in_force, run.accelerator).items() if k != "precision"}
     models = {
-        "quality_classifiers": (made, now),
+        "quality_classifiers": (made, wanted),
         "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
     } | {
         f"{part}_scores": (inputs[f"{part}_scores"].facts["model_revision"], classifiers.facts[part]["revision"])
@@ -195,7 +203,8 @@ def _foreign_settings(run: Run, inputs: Mapping[str, Published]) -> list[str]:
 
 
 def _selection_facts(masks: Published) -> dict[str, Any]:
-    names = ("n", "budget", "short_by", "pool", "splits", "lambda", "solver", "value", "quality_raw", "diversity")
+    asked = ("n", "budget", "unit", "short_by", "pool", "splits", "scope", "lambda", "objective", "solver")
+    names = (*asked, "value", "quality_raw", "diversity")
     return {name: masks.facts[name] for name in names} | {
         name: masks.facts["certificate"].get(name) for name in ("upper_bound", "gap", "share")
     }
@@ -241,7 +250,8 @@ def _sidecar(
 ) -> dict[str, Any]:
     """What the selection was made from. No times, hosts or paths: equal inputs give an equal sidecar."""
     masks = inputs["datamask_masks"]
-    frozen = {name: run.store.current(name) for name in ("quality_calibration", "kmeans_centroids")}
+    others = ("quality_calibration", "kmeans_centroids", *((STATE,) if STATE in masks.inputs else ()))
+    frozen = {name: run.store.current(name) for name in others}
     everything = {**inputs, **frozen}
     settings: dict[str, Any] = {}
     for published in everything.values():
@@ -262,10 +272,20 @@ def _sidecar(
         "fingerprints": fingerprints(everything),
         "quarantined_shards": inputs["raw_shards"].facts["quarantined_shards"],
         "decisions": {decision: counts[decision] for decision in DECISIONS},
-        "budget": {"asked": facts["budget"], "met": counts["kept"], "short_by": facts["short_by"], "n": facts["n"]},
+        "budget": {
+            "asked": facts["budget"],
+            "met": counts["kept"] if facts["unit"] == "documents" else facts["tokens_kept"],
+            "unit": facts["unit"],
+            "short_by": facts["short_by"],
+            "n": facts["n"],
+        },
+        "quotas": masks.facts["quotas"],
+        "solver": facts["solver"],
+        "scope": facts["scope"],
         "tokens_kept": facts["tokens_kept"],
         "certificate": masks.facts["certificate"],
         "value": masks.facts["value"],
+        **({"corpus": masks.facts["corpus"]} if "corpus" in masks.facts else {}),
     }
 
 

@@ -6,180 +6,250 @@ solver or a certificate is belongs to `selection`; how splits are made to `shard
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dagster_datamask.reporting.figures import trajectory_figure
-from dagster_datamask.selection.budgets import largest_remainder, parse_budget
-from dagster_datamask.selection.certificates import uniform_value
+from dagster_datamask.selection.corpus import certify_corpus, solve_corpus
 from dagster_datamask.selection.objectives import QualityDiversity
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
 from dagster_datamask.selection.solve import Selection, solve
-from dagster_datamask.selection.streaming import union_bound
-from dagster_datamask.settings import SelectSettings, SettingsError
+from dagster_datamask.settings import SelectSettings
 from dagster_datamask.shards import shuffle
-from dagster_datamask.shards.cursor import Cursor, read_batches
-from dagster_datamask.shards.engine import every_seconds, map_shards
+from dagster_datamask.shards.engine import Reader, map_shards
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord
 from dagster_datamask.shards.schemas import MASKS
+from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file, write_json
+from dagster_datamask.stages import corpus
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.candidates import Candidates, Plan, plan_budget
 from dagster_datamask.stages.classifiers import precision
-from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
-from dagster_datamask.stages.scores import SIDE_ROWS
+from dagster_datamask.stages.embeddings import vectors_of
 
 _RESULT = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *MASKS])
-_POINTS_IN_FIGURE = 200
-_NO_GAIN = 1e-9
 # what a person looks for comes first
 _FIRST = ("value", "certificate", "quality_raw", "diversity", "kept", "budget", "n", "pool")
 
 
-@dataclass(frozen=True)
-class Budget:
-    """S of n documents, met from a pool: `short_by` more were asked for than there are survivors."""
-
-    asked: int
-    n: int
-    pool: int
-
-    @property
-    def met(self) -> int:
-        return min(self.asked, self.pool)
-
-    @property
-    def short_by(self) -> int:
-        return self.asked - self.met
-
-
-def datamask_masks(run: Run, snapshot: str) -> Outcome:
+def datamask_masks(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish the mask of one snapshot: a row for every surviving document with a vector, in the shards' order.
 
-    S = ⌊b·n + ½⌋ of the n scored documents before pruning is met exactly from the survivors.
+    S = ⌊b·n + ½⌋ of the n scored documents before pruning, or T tokens, is met from the survivors: of each split, of
+    the snapshot as one pool, or as `corpus_selection_state` has it.
     Raises ValueError where the budget exceeds n or, with a threshold per snapshot, the survivors.
     """
+    if run.settings.select.scope == "corpus":
+        return _of_corpus(run, snapshot)
     stage = STAGES["datamask_masks"]
-    select = run.settings.select
-    needed = ["pruned_documents", "e5_embeddings"]
-    if select.scale == "minmax" and select.lambda_ > 0:
-        needed.append("quality_calibration")
-    inputs = run.inputs(stage, snapshot, needed)
-    pruned, embedded = inputs["pruned_documents"], inputs["e5_embeddings"]
-    constants = None
-    if "quality_calibration" in inputs:
-        facts = inputs["quality_calibration"].facts
-        constants = (facts["q_lo"], facts["q_hi"])
-    pool = _Pool(pruned, embedded)
+    inputs = run.inputs(stage, snapshot)
+    constants = corpus.constants_of(inputs)
     keys = {**fingerprints(inputs), "precision": precision(run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation:
-        splits = _plan(generation, pool, select)
-        budget = _budget(select, pruned, sum(splits.sizes), snapshot)
-        solved = _solve_splits(run, generation, pool, splits, budget, constants, snapshot)
-        records = _write_masks(run, generation, embedded, sum(splits.sizes), solved, snapshot)
-        summary = generation.folder / "facts.json"
-        if not summary.exists():
-            each = [json.loads(path.read_text("utf-8")) for _, path in solved]
-            write_json(summary, _facts(select, pool, budget, constants, each))
-        stored = json.loads(summary.read_text("utf-8"))
-        facts = {name: stored[name] for name in _FIRST} | stored
-        kept = sum(record.counts.get("kept", 0) for record in records)
-        exact = Check(
-            "budget_met_exactly", kept == budget.met, True, {"asked": budget.asked, "kept": kept, "pool": budget.pool}
-        )
-        certified = Check(
-            "value_below_bound",
-            facts["certificate"]["gap"] is None or facts["certificate"]["gap"] >= 0,
-            True,
-            {"value": facts["value"], "upper_bound": facts["certificate"]["upper_bound"]},
-        )
-        return finish(
+        pool = Candidates(snapshot, inputs, run.settings.select, source, generation.work)
+        solve_pool = _as_one if run.settings.select.scope == "snapshot" else _in_splits
+        return _finish(generation, *solve_pool(run, generation, pool, constants))
+
+
+def _finish(generation: Generation, records: list[ShardRecord], facts: dict[str, Any]) -> Outcome:
+    facts = {name: facts[name] for name in _FIRST} | facts
+    kept = sum(record.counts.get("kept", 0) for record in records)
+    amount = facts["kept"] if facts["tokens"] is None else facts["tokens"]
+    exact = Check(
+        "budget_met_exactly",
+        kept == facts["kept"] and corpus.met(facts["budget"] - facts["short_by"], amount, facts["slack"]),
+        True,
+        {"asked": facts["budget"], "kept": kept, "pool": facts["pool"], "unit": facts["unit"], "met": amount},
+    )
+    certified = Check(
+        "value_below_bound",
+        facts["certificate"]["gap"] is None or facts["certificate"]["gap"] >= 0,
+        True,
+        {"value": facts["value"], "upper_bound": facts["certificate"]["upper_bound"]},
+    )
+    return finish(
+        generation,
+        records,
+        ".parquet",
+        facts=facts,
+        expected_rows=facts["documents"],
+        figures=mask_figures,
+        checks=(exact, certified),
+    )
+
+
+def _common(run: Run, constants: tuple[float, float] | None) -> dict[str, Any]:
+    select = run.settings.select
+    return {
+        "lambda": select.lambda_,
+        "objective": select.objective,
+        "scale": select.scale,
+        "constants": list(constants) if constants else None,
+        "solver": select.solver,
+        "scope": select.scope,
+        "seed": select.seed,
+        "beside": None,
+    }
+
+
+def _of_corpus(run: Run, snapshot: str) -> Outcome:
+    """The snapshot's part of corpus_selection_state, ranked within the snapshot; the certificate is the corpus's."""
+    stage = STAGES["datamask_masks"]
+    inputs = run.inputs(stage, snapshot, stage.inputs)
+    state, entry, round_ = corpus.part_of(run, snapshot, inputs)
+    constants = corpus.constants_of(run.inputs(STAGES[corpus.STATE], None))
+    keys = {**fingerprints(inputs), corpus.STATE: corpus.part_identity(snapshot, entry)}
+    with run.generation(stage, snapshot, keys) as generation:
+        records = _write_one_pool(
+            run,
             generation,
-            records,
-            ".parquet",
-            facts=facts,
-            expected_rows=sum(splits.sizes),
-            figures=mask_figures,
-            checks=(exact, certified),
+            snapshot,
+            inputs["e5_embeddings"].shards,
+            entry["documents"],
+            lambda shard: corpus.mask_shard(state, snapshot, shard),
         )
+        alone = ("value", "quality", "quality_raw", "diversity")
+        in_corpus = ("n", "pool", "budget", "short_by", "amount", "given")
+        facts = {
+            **{name: round_[name] for name in (*corpus.WORTH, "unit", "passes", "trajectories", "certificate")},
+            **_common(run, constants),
+            **{name: entry[name] for name in ("n", "documents", "kept", "tokens")},
+            "pool": entry["pool"],
+            "budget": entry["amount"],
+            "short_by": 0,
+            "slack": 0,
+            "splits": 1,
+            "snapshot_alone": {name: entry[name] for name in alone},
+            "corpus": {**{name: round_[name] for name in in_corpus}, "snapshots": len(round_["covers"])},
+            "quotas": None,
+            "redistributed": None,
+        }
+        return _finish(generation, records, facts)
 
 
-class _Pool:
-    """The documents that can be chosen: survivors with a vector, streamed shard by shard."""
-
-    def __init__(self, pruned: Published, embedded: Published) -> None:
-        self.pruned = pruned
-        self.embedded = embedded
-        self.dimension = embedded.facts["dimension"]
-        self.schema = pa.schema(
-            [
-                ("shard", pa.int32()),
-                ("ordinal", pa.int64()),
-                ("doc_id", pa.string()),
-                ("quality", pa.float64()),
-                ("embedding", pa.list_(pa.float16(), self.dimension)),
-            ]
-        )
-
-    def batches(self) -> Iterator[pa.Table]:
-        """Tables of `schema`; the ordinal is a document's place among its shard's choosable ones."""
-        for number, shard in enumerate(self.embedded.shards):
-            ordinal = 0
-            vectors = Cursor(self.embedded.path(shard), ["doc_id", "embedding"], EMBEDDING_ROWS)
-            for batch in read_batches(self.pruned.path(shard), ["doc_id", "quality", "decision"], EMBEDDING_ROWS):
-                found, positions = vectors.take(batch["doc_id"].combine_chunks())
-                rows = batch.take(pa.array(positions))
-                wanted = pa.compute.and_(found["embedding"].is_valid(), rows["decision"].is_null())
-                found, rows = found.filter(wanted), rows.filter(wanted)
-                count = len(found)
-                yield pa.table(
-                    {
-                        "shard": np.full(count, number, dtype=np.int32),
-                        "ordinal": np.arange(ordinal, ordinal + count),
-                        "doc_id": found["doc_id"],
-                        "quality": rows["quality"],
-                        "embedding": found["embedding"],
-                    },
-                    schema=self.schema,
-                )
-                ordinal += count
-            vectors.end()
-
-    def ids(self) -> Iterator[list[str]]:
-        """Ids of `batches()`, without touching a vector."""
-        for shard in self.embedded.shards:
-            embedded = Cursor(self.embedded.path(shard), ["doc_id", "reason"], SIDE_ROWS)
-            for batch in read_batches(self.pruned.path(shard), ["doc_id", "decision"], SIDE_ROWS):
-                found, positions = embedded.take(batch["doc_id"].combine_chunks())
-                survives = batch["decision"].take(pa.array(positions)).is_null()
-                yield found["doc_id"].filter(pa.compute.and_(found["reason"].is_null(), survives)).to_pylist()
-
-    def blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(float16[n, d], float64[n]) blocks for the union's bound."""
-        for table in self.batches():
-            if len(table):
-                yield vectors_of(table), table["quality"].to_numpy()
+def _as_one(
+    run: Run, generation: Generation, pool: Candidates, constants: tuple[float, float] | None
+) -> tuple[list[ShardRecord], dict[str, Any]]:
+    """The snapshot solved as one pool, whose shards never sit in memory together."""
+    plan = plan_budget(run.settings.select, pool.census())
+    summary = generation.folder / "facts.json"
+    shards = corpus.new_corpus(generation.work / "corpus", run.settings, constants)
+    missing = [shard for shard in pool.shards if generation.record(shard, ".parquet") is None]
+    if missing or not summary.exists():
+        corpus.add_shards(shards, pool, plan)
+    if not summary.exists():
+        told = corpus.told_every(run, f"datamask_masks {pool.snapshot}")
+        solved = solve_corpus(shards, plan.amounts, progress=told)
+        held, largest = corpus.kept_of(shards, pool, plan)
+        facts = {
+            **corpus.worth_of(solved),
+            **_common(run, constants),
+            **plan.facts(held),
+            "documents": shards.n,
+            "kept": solved.evaluation.documents,
+            "tokens": solved.evaluation.tokens if plan.unit == "tokens" else None,
+            "slack": plan.slack(largest),
+            "splits": 1,
+        }
+        write_json(summary, facts)
+    stored = json.loads(summary.read_text("utf-8"))
+    records = _write_one_pool(
+        run,
+        generation,
+        pool.snapshot,
+        pool.shards,
+        stored["documents"],
+        lambda shard: corpus.masked(shards, pool, shard),
+    )
+    return records, stored
 
 
-def _budget(select: SelectSettings, pruned: Published, pool: int, snapshot: str) -> Budget:
-    n = pruned.facts["n"]
-    try:
-        budget = Budget(parse_budget(select.budget, n), n, pool)
-    except ValueError as error:
-        raise SettingsError(f"select.budget, snapshot {snapshot}: {error}") from error
-    if budget.short_by and pruned.facts["threshold"] == "per_snapshot":
-        raise SettingsError(
-            f"select.budget = {select.budget} asks for {budget.asked} of the {n} documents of {snapshot}, but pruning "
-            f"and embedding left {pool}; lower select.budget or prune.ratio"
-        )
-    return budget
+def _write_one_pool(
+    run: Run,
+    generation: Generation,
+    snapshot: str,
+    shards: Sequence[str],
+    documents: int,
+    scored: Reader,
+) -> list[ShardRecord]:
+    """The masks of a snapshot without splits. scored(shard) yields `doc_id, selected, score`."""
+    ranks: dict[str, np.ndarray] = {}
+
+    def read(shard: str) -> Iterator[pa.Table]:
+        if not ranks:
+            ranks.update(corpus.ranked(generation.work, shards, scored))
+        at = 0
+        for table in scored(shard):
+            rows = len(table)
+            columns = {name: table[name] for name in table.column_names} | {
+                "rank": ranks[shard][at : at + rows],
+                "split": np.zeros(rows, np.int32),
+                "reason": pa.nulls(rows, pa.string()),
+                "kept_id": pa.nulls(rows, pa.string()),
+                "similarity": pa.nulls(rows, pa.float64()),
+            }
+            yield pa.table(columns, schema=MASKS)
+            at += rows
+
+    return _write_masks(run, generation, snapshot, shards, documents, read)
 
 
-def _plan(generation: Generation, pool: _Pool, select: SelectSettings) -> shuffle.Splits:
+def _write_masks(
+    run: Run,
+    generation: Generation,
+    snapshot: str,
+    shards: Sequence[str],
+    documents: int,
+    read: Reader,
+) -> list[ShardRecord]:
+    def kernel(table: pa.Table) -> tuple[pa.Table, int, dict[str, int]]:
+        kept = pa.compute.sum(table["selected"]).as_py() or 0
+        return table.cast(MASKS), len(table), {"kept": kept, "not_selected": len(table) - kept}
+
+    return map_shards(
+        generation,
+        shards,
+        read,
+        lambda: kernel,
+        MASKS,
+        ext=".parquet",
+        total_rows=documents,
+        progress=run.progress(STAGES["datamask_masks"], snapshot),
+    )
+
+
+def _in_splits(
+    run: Run, generation: Generation, pool: Candidates, constants: tuple[float, float] | None
+) -> tuple[list[ShardRecord], dict[str, Any]]:
+    """The snapshot in random splits, each solved in memory; their union certified as one pool where that can be."""
+    splits = _plan_splits(generation, pool, run.settings.select)
+    census = pool.census(splits)
+    plan = plan_budget(run.settings.select, census)
+    solved = _solve_splits(run, generation, pool, splits, plan, plan.shares(census), constants)
+    gathered = shuffle.Gather([result for result, _ in solved])
+    numbers = {shard: number for number, shard in enumerate(pool.shards)}
+    records = _write_masks(
+        run,
+        generation,
+        pool.snapshot,
+        pool.shards,
+        sum(splits.sizes),
+        lambda shard: gathered.shard(numbers[shard], MASKS.names),
+    )
+    summary = generation.folder / "facts.json"
+    if not summary.exists():
+        each = [json.loads(path.read_text("utf-8")) for _, path in solved]
+        write_json(summary, _facts(run, generation, pool, plan, constants, each))
+    return records, json.loads(summary.read_text("utf-8"))
+
+
+def _plan_splits(generation: Generation, pool: Candidates, select: SelectSettings) -> shuffle.Splits:
     """The splits of this generation, planned once: a pass over the ids."""
     path = generation.folder / "splits" / "plan.json"
     if not path.exists():
@@ -193,11 +263,11 @@ def _plan(generation: Generation, pool: _Pool, select: SelectSettings) -> shuffl
 def _solve_splits(
     run: Run,
     generation: Generation,
-    pool: _Pool,
+    pool: Candidates,
     splits: shuffle.Splits,
-    budget: Budget,
+    plan: Plan,
+    amounts: list[tuple[int, ...]],
     constants: tuple[float, float] | None,
-    snapshot: str,
 ) -> list[tuple[Path, Path]]:
     """(result, facts) files of every split, computing those that are missing."""
     # kept beside the masks, not in the scratch folder: they are the certificate's evidence
@@ -211,99 +281,135 @@ def _solve_splits(
     run.accelerator.plan(
         f"a split of {largest:,} documents", round(largest * pool.dimension * (2 + 1.3 * 4)), "lower select.split"
     )
-    budgets = largest_remainder(budget.met, splits.sizes, splits.sizes)
-    paths = shuffle.scatter(generation.work, pool.schema, splits, pool.batches)
+    schema = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *pool.schema])
+    paths = shuffle.scatter(generation.work, schema, splits, lambda: _numbered(pool, schema))
     for k, (path, (result, facts)) in enumerate(zip(paths, files, strict=True)):
         if not done[k]:
-            run.log(f"datamask_masks {snapshot}: split {k + 1} of {len(paths)}, {budgets[k]:,} of {splits.sizes[k]:,}")
-            _solve_split(run, snapshot, path, k, budgets[k], constants, result, facts)
+            run.log(
+                f"datamask_masks {pool.snapshot}: split {k + 1} of {len(paths)}, {sum(amounts[k]):,} {plan.unit} of "
+                f"{splits.sizes[k]:,} documents"
+            )
+            with pa.memory_map(str(path)) as file:
+                table = pa.ipc.open_file(file).read_all()
+                _solve_split(run, pool.snapshot, table, k, plan, amounts[k], constants, result, facts)
         path.unlink()
     return files
+
+
+def _numbered(pool: Candidates, schema: pa.Schema) -> Iterator[pa.Table]:
+    """The candidates with their shard's number and their place among its candidates."""
+    for number, shard in enumerate(pool.shards):
+        ordinal = 0
+        for table in pool.batches(shard):
+            rows = len(table)
+            columns = {"shard": np.full(rows, number, np.int32), "ordinal": np.arange(ordinal, ordinal + rows)}
+            yield pa.table({**columns, **{name: table[name] for name in pool.schema.names}}, schema=schema)
+            ordinal += rows
 
 
 def _solve_split(
     run: Run,
     snapshot: str,
-    path: Path,
+    table: pa.Table,
     split: int,
-    budget: int,
+    plan: Plan,
+    amounts: tuple[int, ...],
     constants: tuple[float, float] | None,
     result: Path,
     facts: Path,
 ) -> None:
     select = run.settings.select
-    with pa.memory_map(str(path)) as file:
-        table = pa.ipc.open_file(file).read_all()
-        ids = table["doc_id"].to_pylist()
-        quality = table["quality"].to_numpy()
-        objective = QualityDiversity(
-            vectors_of(table), quality, select.lambda_, select.scale, constants if select.scale == "minmax" else None
-        )
-        gradient = PolicyGradientOptions(
-            group=select.group,
-            lr=select.lr,
-            steps=select.steps,
-            batch=select.batch,
-            gradient=select.gradient,
-            l_min=select.l_min,
-            l_max=select.l_max,
-            final=select.final,
+    ids = table["doc_id"].to_pylist()
+    objective = QualityDiversity(
+        vectors_of(table),
+        table["quality"].to_numpy(),
+        select.lambda_,
+        select.scale,
+        constants if select.scale == "minmax" else None,
+        select.diversity,
+    )
+    gradient = PolicyGradientOptions(
+        group=select.group,
+        lr=select.lr,
+        steps=select.steps,
+        batch=select.batch,
+        gradient=select.gradient,
+        l_min=select.l_min,
+        l_max=select.l_max,
+        final=select.final,
+    )
+
+    def run_solver(solver: str, options: PolicyGradientOptions | None) -> Selection:
+        return solve(
+            objective,
+            plan.budget(amounts, table),
+            solver=solver,
+            seed=select.seed,
+            split=split,
+            ids=ids,
+            accelerator=run.accelerator,
+            progress=corpus.told_every(run, f"datamask_masks {snapshot}: split {split + 1}, {solver}", "steps"),
+            options=options,
         )
 
-        def run_solver(solver: str, options: PolicyGradientOptions | None) -> Selection:
-            told = every_seconds(run.log, f"datamask_masks {snapshot}: split {split + 1}, {solver}", "steps")
-            return solve(
-                objective,
-                budget,
-                solver=solver,
-                seed=select.seed,
-                split=split,
-                ids=ids,
-                accelerator=run.accelerator,
-                progress=lambda step, steps, entry: told(step, steps, f"value {entry['value']:.6f}"),
-                options=options,
-            )
-
-        chosen = run_solver(select.solver, gradient if select.solver == "policy_gradient" else None)
-        beside = None
-        if select.compare_steps and select.solver != "policy_gradient":
-            beside = run_solver("policy_gradient", replace(gradient, steps=select.compare_steps))
-        selected = np.zeros(len(ids), dtype=bool)
-        selected[chosen.indices] = True
-        rows = pa.table(
-            {
-                "shard": table["shard"],
-                "ordinal": table["ordinal"],
-                "doc_id": table["doc_id"],
-                "selected": selected,
-                "score": chosen.scores,
-                "rank": chosen.rank,
-                "split": np.full(len(ids), split, dtype=np.int32),
-                "reason": pa.nulls(len(ids), pa.string()),
-                "kept_id": pa.nulls(len(ids), pa.string()),
-                "similarity": pa.nulls(len(ids), pa.float64()),
-            },
-            schema=_RESULT,
-        ).sort_by([("shard", "ascending"), ("ordinal", "ascending")])
+    chosen = run_solver(select.solver, gradient if select.solver == "policy_gradient" else None)
+    beside = None
+    if select.compare_steps and select.solver != "policy_gradient":
+        beside = run_solver("policy_gradient", replace(gradient, steps=select.compare_steps))
+    selected = np.zeros(len(ids), dtype=bool)
+    selected[chosen.indices] = True
+    rows = pa.table(
+        {
+            "shard": table["shard"],
+            "ordinal": table["ordinal"],
+            "doc_id": table["doc_id"],
+            "selected": selected,
+            "score": chosen.scores,
+            "rank": chosen.rank,
+            "split": np.full(len(ids), split, dtype=np.int32),
+            **_near_duplicates(table["doc_id"].combine_chunks(), chosen),
+        },
+        schema=_RESULT,
+    ).sort_by([("shard", "ascending"), ("ordinal", "ascending")])
     with table_file(result, _RESULT) as writer:
         writer.write(rows)
-    write_json(facts, _split_facts(split, len(ids), chosen, beside))
+    counts = table["tokens"].to_numpy()
+    slack = plan.slack(int(counts.max(initial=1)))
+    write_json(facts, _split_facts(split, len(ids), chosen, beside, slack))
 
 
-def _split_facts(split: int, documents: int, chosen: Selection, beside: Selection | None) -> dict[str, Any]:
+def _near_duplicates(ids: pa.Array, chosen: Selection) -> dict[str, pa.Array]:
+    """Which document was kept instead of each near-duplicate, and how alike the two are."""
+    if chosen.kept is None or chosen.similarity is None:
+        empty = np.ones(len(ids), dtype=bool)
+        kept, similarity = np.zeros(len(ids), np.int64), np.zeros(len(ids))
+    else:
+        kept, similarity = chosen.kept, chosen.similarity
+        empty = kept < 0
+    return {
+        "reason": pa.array(["near_duplicate"] * len(ids), pa.string(), mask=empty),
+        "kept_id": ids.take(pa.array(kept, mask=empty)),
+        "similarity": pa.array(similarity, mask=empty),
+    }
+
+
+def _split_facts(split: int, documents: int, chosen: Selection, beside: Selection | None, slack: int) -> dict[str, Any]:
     """What is published of a solved split: values, certificate, trajectories; no times."""
     facts: dict[str, Any] = {
         "split": split,
         "documents": documents,
         "kept": len(chosen.indices),
+        "tokens": chosen.tokens,
+        "slack": slack,
         "value": chosen.value,
         "quality": chosen.quality,
         "quality_raw": chosen.quality_raw,
         "diversity": chosen.diversity,
+        "metrics": chosen.metrics,
+        "facts": chosen.facts,
         "certificate": chosen.certificate.as_dict(),
-        "mean_vector": chosen.mean_vector.tolist(),
         "passes": chosen.passes,
-        "trajectories": {chosen.solver: _points(chosen)},
+        "trajectories": {chosen.solver: corpus.points(chosen.trajectory)},
     }
     if beside is not None:
         facts["beside"] = {
@@ -312,168 +418,99 @@ def _split_facts(split: int, documents: int, chosen: Selection, beside: Selectio
             "gap": beside.certificate.gap,
             "share": beside.certificate.share,
         }
-        facts["trajectories"][beside.solver] = _points(beside)
+        facts["trajectories"][beside.solver] = corpus.points(beside.trajectory)
     return facts
 
 
-def _points(selection: Selection) -> list[dict[str, Any]]:
-    every = max(1, len(selection.trajectory) // _POINTS_IN_FIGURE)
-    return [
-        {
-            "step": point["step"],
-            "value": point.get("mask_value", point["value"]),
-            **({"bound": point["bound"]} if "bound" in point else {}),
-            **({"note": point["note"]} if point.get("note") else {}),
-        }
-        for k, point in enumerate(selection.trajectory)
-        if k % every == 0 or k == len(selection.trajectory) - 1
-    ]
-
-
-def _write_masks(
+def _facts(
     run: Run,
     generation: Generation,
-    embedded: Published,
-    total: int,
-    solved: list[tuple[Path, Path]],
-    snapshot: str,
-) -> list[ShardRecord]:
-    results = [result for result, _ in solved]
-    numbers = {shard: number for number, shard in enumerate(embedded.shards)}
-    gathered = shuffle.Gather(results)
-
-    def kernel(table: pa.Table) -> tuple[pa.Table, int, dict[str, int]]:
-        kept = pa.compute.sum(table["selected"]).as_py() or 0
-        return table.cast(MASKS), len(table), {"kept": kept, "not_selected": len(table) - kept}
-
-    return map_shards(
-        generation,
-        embedded.shards,
-        lambda shard: gathered.shard(numbers[shard], MASKS.names),
-        lambda: kernel,
-        MASKS,
-        ext=".parquet",
-        total_rows=total,
-        progress=run.progress(STAGES["datamask_masks"], snapshot),
-    )
-
-
-def _facts(
-    select: SelectSettings,
-    pool: _Pool,
-    budget: Budget,
+    pool: Candidates,
+    plan: Plan,
     constants: tuple[float, float] | None,
     splits: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The snapshot's figures: those of its one split, or of the union of its splits."""
+    select = run.settings.select
     kept = [split for split in splits if split["kept"]]
+    tokens = sum(split["tokens"] for split in splits) if plan.unit == "tokens" else None
     facts: dict[str, Any] = {
-        "n": budget.n,
-        "budget": budget.asked,
-        "kept": budget.met,
-        "short_by": budget.short_by,
-        "pool": budget.pool,
+        **plan.facts(_held(generation, pool, plan)),
+        **_common(run, constants),
+        "documents": sum(split["documents"] for split in splits),
+        "kept": sum(split["kept"] for split in splits),
+        "tokens": tokens,
+        "slack": sum(split["slack"] for split in splits),
         "splits": len(splits),
-        "lambda": select.lambda_,
-        "scale": select.scale,
-        "constants": list(constants) if constants else None,
-        "solver": select.solver,
-        "seed": select.seed,
         "trajectories": splits[0]["trajectories"],
         "beside": splits[0].get("beside"),
+        "solver_facts": splits[0]["facts"] if len(splits) == 1 else {},
     }
+    worth = ("value", "quality", "quality_raw", "diversity", "metrics")
     if len(splits) == 1:
-        return facts | {
-            name: splits[0][name] for name in ("value", "quality", "quality_raw", "diversity", "certificate", "passes")
-        }
+        return facts | {name: splits[0][name] for name in (*worth, "certificate", "passes")}
     if not kept:
-        feasible = {"documents": budget.pool, "budget": 0, "lambda": select.lambda_, "scale": select.scale}
-        names = ("value", "quality", "quality_raw", "diversity")
+        feasible = {**splits[0]["certificate"]["feasible_set"], "documents": facts["documents"]}
         return facts | {
-            **{name: splits[0][name] for name in names},
+            **{name: splits[0][name] for name in worth},
             "passes": 0.0,
             "certificate": {**splits[0]["certificate"], "feasible_set": feasible},
         }
-    weights = [split["kept"] / budget.met for split in kept]
-    facts["split_gaps_weighted"] = math.fsum(
-        w * split["certificate"]["gap"] for w, split in zip(weights, kept, strict=True)
+    amounts = [split["kept"] if split["tokens"] is None else split["tokens"] for split in kept]
+    weights = [amount / sum(amounts) for amount in amounts]
+    gaps = [split["certificate"]["gap"] for split in kept]
+    facts["split_gaps_weighted"] = (
+        None if None in gaps else math.fsum(w * gap for w, gap in zip(weights, gaps, strict=True))
     )
-    facts["passes"] = math.fsum(split["passes"] * split["documents"] / budget.pool for split in splits)
-    facts["quality_raw"] = _mean(kept, weights, "quality_raw")
-    if select.scale not in ("minmax", "raw"):
-        why = f"scale {select.scale} differs between splits, so their union has no one objective"
-        return facts | {
-            "value": None,
-            "quality": None,
-            "diversity": None,
-            "certificate": {"upper_bound": None, "gap": None, "share": None, "reason": why},
-        }
-    return facts | _union(select, pool, budget, constants, kept, weights)
+    facts["passes"] = math.fsum(split["passes"] * split["documents"] for split in splits) / facts["documents"]
+    if select.is_pws and select.scale in ("minmax", "raw"):
+        return facts | _union(run, generation, pool, plan, constants)
+    why = f"scale {select.scale} differs between splits, so their union has no one objective"
+    if not select.is_pws:
+        why = f"objective {select.objective} is valued within a split alone; the certificates are those of the splits"
+    raw = [split["quality_raw"] for split in kept]
+    return facts | {
+        **dict.fromkeys(worth),
+        "quality_raw": None if None in raw else math.fsum(w * q for w, q in zip(weights, raw, strict=True)),
+        "certificate": corpus.uncertified(why),
+    }
 
 
-def _mean(kept: list[dict[str, Any]], weights: list[float], name: str) -> float | None:
-    if any(split[name] is None for split in kept):
-        return None
-    return math.fsum(w * split[name] for w, split in zip(weights, kept, strict=True))
+def _marks(generation: Generation, shard: str) -> np.ndarray:
+    """bool[k]: which candidates of a shard are in its published mask."""
+    column = pq.read_table(generation.folder / f"{shard}.parquet", columns=["selected"])["selected"]
+    return np.asarray(column.to_numpy())
+
+
+def _held(generation: Generation, pool: Candidates, plan: Plan) -> np.ndarray:
+    """int64[G]: what the masks hold of each group."""
+    held = np.zeros(len(plan.groups), np.int64)
+    for shard in pool.shards:
+        selected, at = _marks(generation, shard), 0
+        for table in pool.counted(shard):
+            held += plan.held(table, selected[at : at + len(table)])
+            at += len(table)
+    return held
 
 
 def _union(
-    select: SelectSettings,
-    pool: _Pool,
-    budget: Budget,
-    constants: tuple[float, float] | None,
-    kept: list[dict[str, Any]],
-    weights: list[float],
+    run: Run, generation: Generation, pool: Candidates, plan: Plan, constants: tuple[float, float] | None
 ) -> dict[str, Any]:
     """Value and certificate of the union of the splits' masks against the snapshot as one pool."""
-    mean = np.sum([w * np.array(split["mean_vector"]) for w, split in zip(weights, kept, strict=True)], axis=0)
-    quality = _mean(kept, weights, "quality")
-    lam = select.lambda_
-    diversity = -float(mean @ mean)
-    value = (1 - lam) * diversity + (lam * quality if lam and quality is not None else 0.0)
-    sums = _Sums(embedding_dimension=len(mean))
-    bound = union_bound(
-        lambda: sums.seen(pool.blocks()), mean, lam=lam, budget=budget.met, constants=constants if lam else None
-    )
-    gap = bound.upper_bound - value
-    start = sums.uniform_value(budget.met, lam, constants)
-    gain = bound.upper_bound - start
-    certificate = {
-        "upper_bound": bound.upper_bound,
-        "numerical_error": bound.numerical_error,
-        "slack": bound.slack,
-        "gap": gap,
-        "share": (value - start) / gain if gain >= _NO_GAIN else None,
-        "baseline": start,
-        "feasible_set": {"documents": bound.rows, "budget": budget.met, "lambda": lam, "scale": select.scale},
-        "reason": None,
+    shards = corpus.new_corpus(generation.work / "corpus", run.settings, constants)
+    corpus.add_shards(shards, pool, plan)
+    for shard in pool.shards:
+        shards.mark(corpus.flat_name(pool.snapshot, shard), _marks(generation, shard))
+    # every split may fall short by a document's tokens: the bound is for what the union holds
+    evaluation, certificate = certify_corpus(shards, shards.passes(_held(generation, pool, plan).tolist()))
+    return {
+        "value": evaluation.value,
+        "quality": evaluation.quality,
+        "quality_raw": evaluation.quality_raw,
+        "diversity": evaluation.diversity,
+        "metrics": evaluation.metrics,
+        "certificate": certificate.as_dict(),
     }
-    return {"value": value, "quality": quality, "diversity": diversity, "certificate": certificate}
-
-
-class _Sums:
-    """Sums over the pool, taken on the way of a pass that is made anyway: what f0 is made of."""
-
-    def __init__(self, embedding_dimension: int) -> None:
-        self._total = np.zeros(embedding_dimension)
-        self._quality = 0.0
-        self._rows = 0
-
-    def seen(self, blocks: Iterator[tuple[np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for vectors, quality in blocks:
-            wide = vectors.astype(np.float64)
-            self._total += (wide / np.linalg.norm(wide, axis=1, keepdims=True)).sum(axis=0)
-            self._quality += float(quality.sum())
-            self._rows += len(vectors)
-            yield vectors, quality
-
-    def uniform_value(self, size: int, lam: float, constants: tuple[float, float] | None) -> float:
-        """The expected value of a uniform mask of `size` of the documents seen."""
-        quality = self._quality / self._rows
-        if constants is not None:
-            low, high = constants
-            quality = (quality - low) / (high - low) if high > low else 0.0
-        return uniform_value(self._total / self._rows, self._rows, size, lam * quality, 1 - lam)
 
 
 def mask_figures(published: Published) -> dict[str, bytes]:

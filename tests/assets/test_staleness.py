@@ -26,6 +26,7 @@ def not_fresh(settings: Settings, instance: dg.DagsterInstance, snapshot: str) -
     found = {
         name: resolver.get_status(dg.AssetKey(name), snapshot if stage.partitioned else None)
         for name, stage in STAGES.items()
+        if name != "corpus_selection_state"
     }
     return {name: status for name, status in found.items() if status is not StaleStatus.FRESH}
 

@@ -24,6 +24,8 @@ def defs() -> dg.Definitions:
         ("score", SCORE, True),
         ("select", SELECT, True),
         ("full", SCORE | SELECT, True),
+        ("embed", SCORE | {"e5_embeddings", "kmeans_clusters"}, True),
+        ("solve_corpus", {"corpus_selection_state"}, False),
     ],
 )
 def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned: bool) -> None:
@@ -34,4 +36,4 @@ def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned
 
 
 def test_every_asset_is_in_a_job() -> None:
-    assert set(STAGES) == GLOBAL | SCORE | SELECT
+    assert set(STAGES) == GLOBAL | SCORE | SELECT | {"corpus_selection_state"}

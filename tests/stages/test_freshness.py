@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.base import FITTED
 from dagster_datamask.stages.freshness import unfitted
 from tests.project import Project, write_labels
 
@@ -42,7 +42,6 @@ def test_what_is_missing_and_what_was_fitted_on_something_else(project: Project)
     again = project.with_settings(**{"score.calibration_sample": 30})
     again.stage("quality_calibration", "")
     assert why(again) == {"kmeans_centroids": "fitted on another generation of its inputs"}
-    for name, stage in STAGES.items():
-        if not stage.partitioned:
-            (project.store.root / name / "current.json").unlink()
+    for name in FITTED:
+        (project.store.root / name / "current.json").unlink()
     assert why(project) == dict.fromkeys(("quality_classifiers", "quality_calibration", "kmeans_centroids"), "missing")

@@ -86,7 +86,8 @@ def test_schema_counts_and_sidecar_agree(finished: Finished) -> None:
     counts = dict(rows_of(published)["decision"].value_counts().iter_rows())
     assert sidecar["decisions"] == {decision: counts.get(decision, 0) for decision in DECISIONS}
     assert sum(sidecar["decisions"].values()) == 65
-    assert sidecar["budget"] == {"asked": 7, "met": 7, "n": 65, "short_by": 0}
+    assert sidecar["budget"] == {"asked": 7, "met": 7, "unit": "documents", "n": 65, "short_by": 0}
+    assert (sidecar["solver"], sidecar["scope"], sidecar["quotas"]) == ("certified", "split", None)
     assert sidecar["settings"]["select.lambda"] == 0.5
     assert sidecar["fingerprints"] == {
         name: project.store.current(name, SNAPSHOT if STAGES[name].partitioned else None).fingerprint

@@ -1,0 +1,29 @@
+"""Checks that run by themselves, whenever somebody asks: what a published asset no longer speaks of."""
+
+import dagster as dg
+
+from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.settings import Settings
+from dagster_datamask.stages.corpus import STATE, named, unsolved
+
+
+def every_embedded_snapshot_solved(settings: Settings) -> dg.AssetChecksDefinition:
+    """The check of corpus_selection_state for these settings; it reads pointers and the state alone."""
+
+    @dg.asset_check(
+        asset=STATE,
+        description="Every embedded snapshot is in the state, as it is published now and these settings say.",
+    )
+    def every_embedded_snapshot_solved(storage: StorageResource) -> dg.AssetCheckResult:
+        waiting = unsolved(storage.store(), settings)
+        return dg.AssetCheckResult(
+            passed=not waiting,
+            severity=dg.AssetCheckSeverity.WARN,
+            metadata={
+                "waiting": len(waiting),
+                "snapshots": named(waiting) or "none",
+                "remedy": "run the job solve_corpus",
+            },
+        )
+
+    return every_embedded_snapshot_solved
