@@ -306,7 +306,8 @@ class _OnDisk:
     """The shards as the solver's parts."""
 
     def __init__(self, folder: Path, shards: dict[str, _Shard], linear: Any) -> None:
-        self._folder, self._names, self._shards, self._linear = folder, sorted(shards), shards, linear
+        self._folder, self._shards, self._linear = folder, shards, linear
+        self._names = sorted(name for name, shard in shards.items() if shard.rows)
 
     def __len__(self) -> int:
         return len(self._names)

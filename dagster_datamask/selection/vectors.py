@@ -82,7 +82,7 @@ def as_single(rows: np.ndarray) -> np.ndarray:
     import torch
 
     single = np.empty(rows.shape, np.float32)
-    step = max(1, _TORCH_GRAIN // rows.shape[1])
+    step = max(1, _TORCH_GRAIN // max(1, rows.shape[1]))
     for a in range(0, len(rows), step):
         # a memory map is read-only, which `from_numpy` would warn of
         torch.from_numpy(single[a : a + step]).copy_(torch.from_dlpack(rows[a : a + step]))

@@ -1,0 +1,203 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dagster_datamask.selection.budgets import Budget
+from dagster_datamask.selection.certified import CertifiedOptions
+from dagster_datamask.selection.corpus import Block, Corpus, certify_corpus, solve_corpus
+from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity
+from dagster_datamask.selection.solve import solve
+
+from .oracles import ids_of, vectors
+
+CONSTANTS = (0.0, 15.0)
+
+
+class Documents:
+    """Documents that can be cut into shards in any way."""
+
+    def __init__(self, n: int, d: int, shift: float, seed: int = 0, dtype: type = np.float16) -> None:
+        rng = np.random.default_rng(seed)
+        self.ids = ids_of(n)
+        self.z = vectors(rng, n, d, shift).astype(dtype)
+        self.quality = rng.uniform(0, 15, n)
+        self.costs = rng.integers(1, 900, n)
+        self.groups = rng.integers(0, 3, n)
+
+    def corpus(
+        self, folder: Path, lam: float, shards: list[np.ndarray], *, costs: bool = False, groups: bool = False
+    ) -> Corpus:
+        corpus = Corpus(folder, lam=lam, scale="minmax", constants=CONSTANTS)
+        for k, rows in enumerate(shards):
+            corpus.add(f"shard-{k}", lambda rows=rows: self.blocks(rows, costs, groups))
+        return corpus
+
+    def blocks(self, rows: np.ndarray, costs: bool, groups: bool) -> list[Block]:
+        return [
+            Block(
+                [self.ids[i] for i in some],
+                self.quality[some],
+                self.z[some],
+                self.costs[some] if costs else None,
+                self.groups[some] if groups else None,
+            )
+            for some in np.array_split(rows, 3)
+        ]
+
+
+def held(corpus: Corpus, shards: list[np.ndarray]) -> tuple[list[int], np.ndarray]:
+    """(rows in the mask, every row's score)."""
+    n = sum(rows.size for rows in shards)
+    mask, scores = np.zeros(n, bool), np.zeros(n)
+    for k, rows in enumerate(shards):
+        mask[rows], scores[rows] = corpus.selected(f"shard-{k}")
+    return np.flatnonzero(mask).tolist(), scores
+
+
+@pytest.mark.parametrize(("lam", "shift"), [(0.0, 0.05), (0.1, 1.0), (1.0, 0.05)])
+@pytest.mark.parametrize("kind", ["documents", "quotas", "tokens", "both"])
+def test_shards_give_the_mask_of_the_solver_in_memory_bit_for_bit(
+    tmp_path: Path, lam: float, shift: float, kind: str
+) -> None:
+    documents = Documents(700, 24, shift)
+    costs, groups = kind in ("tokens", "both"), kind in ("quotas", "both")
+    available = Budget(
+        (0, 0, 0) if groups else (0,), documents.costs if costs else None, documents.groups if groups else None
+    )
+    budget = Budget(tuple(a // 10 for a in available.available(700)), available.costs, available.groups)
+    f = QualityDiversity(documents.z, documents.quality, lam, "minmax", CONSTANTS)
+    expected = solve(f, budget, solver="certified", ids=documents.ids)
+    rng = np.random.default_rng(1)
+    for name, shards in {
+        "one": [np.arange(700)],
+        "many, shuffled, one empty": [*np.array_split(rng.permutation(700), 6), np.zeros(0, int)],
+    }.items():
+        corpus = documents.corpus(tmp_path / name, lam, shards, costs=costs, groups=groups)
+        found = solve_corpus(corpus, budget.amounts)
+        rows, scores = held(corpus, shards)
+        assert rows == expected.indices.tolist()
+        assert scores.tobytes() == expected.scores.tobytes()
+        assert found.evaluation.value == expected.value
+        assert found.passes == expected.passes
+        assert found.trajectory == expected.trajectory
+        ours, theirs = found.certificate.as_dict(), expected.certificate.as_dict()
+        assert ours == theirs
+
+
+@given(n=st.integers(0, 12), data=st.data(), seed=st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_every_size_and_every_sharding_of_a_few_documents(
+    n: int, data: st.DataObject, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    documents = Documents(n, 3, 0.0, seed, np.float32)
+    size = data.draw(st.integers(0, n))
+    edges = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
+    shards = np.split(np.arange(n), edges)
+    corpus = documents.corpus(tmp_path_factory.mktemp("corpus"), 0.3, shards)
+    found = solve_corpus(corpus, [size])
+    rows, _ = held(corpus, shards)
+    f = QualityDiversity(documents.z.reshape(n, 3), documents.quality, 0.3, "minmax", CONSTANTS)
+    expected = solve(f, size, solver="certified", ids=documents.ids)
+    assert rows == expected.indices.tolist()
+    assert found.evaluation.value == expected.value
+    assert found.certificate.gap == expected.certificate.gap
+
+
+def test_what_is_given_is_taken_into_account_as_in_memory(tmp_path: Path) -> None:
+    documents = Documents(400, 16, 0.4)
+    first = np.arange(150)
+    kept = first[:30]
+    unit = documents.z[kept].astype(float)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    given_ = Given(30, unit.mean(axis=0), float(documents.quality[kept].mean() / 15))
+    shards = np.array_split(np.arange(150, 400), 3)
+    corpus = documents.corpus(tmp_path, 0.2, shards)
+    found = solve_corpus(corpus, [25], given=given_)
+    f = QualityDiversity(documents.z[150:], documents.quality[150:], 0.2, "minmax", CONSTANTS, given=given_)
+    expected = solve(f, 25, solver="certified", ids=documents.ids[150:])
+    mask = np.concatenate([corpus.selected(f"shard-{k}")[0] for k in range(3)])
+    assert np.flatnonzero(mask).tolist() == expected.indices.tolist()
+    assert found.evaluation.value == expected.value
+    # the union's value, from its definition
+    union = np.concatenate([unit, documents.z[150:][mask].astype(float)])
+    union /= np.linalg.norm(union, axis=1, keepdims=True)
+    quality = np.concatenate([documents.quality[kept], documents.quality[150:][mask]]).mean() / 15
+    assert found.evaluation.value == pytest.approx(0.2 * quality - 0.8 * np.sum(union.mean(axis=0) ** 2), abs=1e-12)
+    assert found.certificate.feasible_set["given"] == 30
+
+
+def test_a_mask_from_elsewhere_is_certified_over_all_shards(tmp_path: Path) -> None:
+    documents = Documents(300, 12, 0.5)
+    f = QualityDiversity(documents.z, documents.quality, 0.3, "minmax", CONSTANTS)
+    drawn = solve(f, 40, solver="random", ids=documents.ids)
+    shards = np.array_split(np.arange(300), 4)
+    corpus = documents.corpus(tmp_path, 0.3, shards)
+    mask = np.zeros(300, bool)
+    mask[drawn.indices] = True
+    for k, rows in enumerate(shards):
+        corpus.mark(f"shard-{k}", mask[rows])
+    evaluation, certificate = certify_corpus(corpus, corpus.passes([40]))
+    assert evaluation.value == drawn.value
+    assert certificate.baseline == drawn.certificate.baseline
+    assert certificate.upper_bound >= drawn.certificate.upper_bound - 1e-9
+
+
+def test_a_whole_shard_is_not_read_again_and_a_half_one_is(tmp_path: Path) -> None:
+    documents = Documents(60, 4, 0.5)
+    shards = np.array_split(np.arange(60), 2)
+    documents.corpus(tmp_path, 0.3, shards)
+
+    def never() -> list[Block]:
+        raise AssertionError("read again")
+
+    corpus = Corpus(tmp_path, lam=0.3, scale="minmax", constants=CONSTANTS)
+    corpus.add("shard-0", never)
+    # as a kill leaves it: arrays and no record
+    (tmp_path / "shard-1" / "shard.json").unlink()
+    (tmp_path / "shard-1" / "vectors.bin").write_bytes(b"half")
+    corpus.add("shard-1", lambda: documents.blocks(shards[1], False, False))
+    found = solve_corpus(corpus, [10])
+    clean = solve_corpus(documents.corpus(tmp_path / "clean", 0.3, shards), [10])
+    assert found.evaluation.value == clean.evaluation.value
+    assert (corpus.checksum, corpus.n) == (documents.corpus(tmp_path / "again", 0.3, shards[::-1]).checksum, 60)
+    # and a second solve over the same scratch starts from nothing
+    assert solve_corpus(corpus, [10]).certificate.as_dict() == found.certificate.as_dict()
+
+
+def test_few_passes_on_anisotropic_vectors(tmp_path: Path) -> None:
+    documents = Documents(6000, 32, 1.5, dtype=np.float32)
+    shards = np.array_split(np.arange(6000), 5)
+    found = solve_corpus(documents.corpus(tmp_path, 0.5, shards), [600], options=CertifiedOptions(gap=1e-6))
+    assert found.certificate.gap <= 1e-6
+    assert len(found.history) <= 30
+    assert all(len(entry["point"]) == 32 and len(entry["score"]) == 1 for entry in found.history)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-30])
+def test_bad_vectors_name_the_shard_and_the_documents(tmp_path: Path, value: float) -> None:
+    documents = Documents(20, 3, 0.5, dtype=np.float32)
+    documents.z[[3, 7]] = value
+    with pytest.raises(BadInput, match=r"shard shard-0: .*'doc-3'.*embedding is zero, not finite or of no sensible"):
+        documents.corpus(tmp_path, 0.3, [np.arange(20)])
+    documents = Documents(20, 3, 0.5)
+    documents.quality[4] = np.nan
+    with pytest.raises(BadInput, match=r"shard shard-0: .*'doc-4'.*score is not finite"):
+        documents.corpus(tmp_path / "scores", 0.3, [np.arange(20)])
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    documents = Documents(20, 3, 0.5)
+    for scale in ("per_pool", "zscore"):
+        with pytest.raises(ValueError, match=f"scale '{scale}' depends on the whole pool"):
+            Corpus(tmp_path, lam=0.3, scale=scale, constants=None)
+    corpus = documents.corpus(tmp_path, 0.3, [np.arange(20)])
+    with pytest.raises(ValueError, match="budget 21 is not between 0 and the 20 documents of the corpus"):
+        solve_corpus(corpus, [21])
+    with pytest.raises(ValueError, match="of another kind than those before"):
+        corpus.add("other", lambda: [Block(["x"], np.ones(1), np.ones((1, 4), np.float16))])
+    grouped = documents.corpus(tmp_path / "groups", 0.3, [np.arange(20)], groups=True)
+    with pytest.raises(ValueError, match="is of group 2, and there are 2 quotas"):
+        solve_corpus(grouped, [1, 1])
