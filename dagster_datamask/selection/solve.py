@@ -6,7 +6,7 @@ that do not fit into memory (`corpus`).
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +35,7 @@ from dagster_datamask.selection.policy_gradient import PolicyGradientOptions, Pr
 from dagster_datamask.selection.pool import Pool, prepare_pool
 from dagster_datamask.selection.sampling import ranks
 from dagster_datamask.selection.semdedup import SemDeDupOptions, semdedup
-from dagster_datamask.selection.vectors import FEATURES
+from dagster_datamask.selection.vectors import FEATURES, on_device
 
 # entries of the trajectory of a solver that adds one document at a time
 _ENTRIES = 50
@@ -203,6 +203,7 @@ def solve(
         raise ValueError(f"solver {solver!r} takes {takes}, not {type(options).__name__}")
     pool = prepare_pool(objective, ids)
     solving = time.perf_counter()
+    pool = replace(pool, vectors=on_device(pool.vectors, accelerator))
     passes, part = pool_passes(pool, chosen_from)
     job = _Job(pool, chosen_from, passes, part, seed, split, ids, accelerator, progress, options)
     # BLAS orders its sums by its number of threads; ours work on fixed blocks instead

@@ -4,12 +4,14 @@ Here: reading unit rows in search precision and in float64, the pass that checks
 metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`, the solvers).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from dagster_datamask import keyed
+from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.selection.exact import GridSum
 from dagster_datamask.selection.objectives import map_blocks
 
@@ -21,6 +23,10 @@ _PRODUCT = 256
 # rows read at once where only a product with a vector is taken
 _DOTS = 4096
 _TORCH_GRAIN = 32_000
+# rows that go to a device, and are widened there, at once
+_UPLOADED = 1 << 16
+# rows of which whole units fit an int64 together
+_SUMMED = 1 << 15
 # float32 squares of entries in rows of such lengths neither overflow nor vanish
 SHORTEST, LONGEST = 1e-12, 1e12
 
@@ -60,6 +66,30 @@ class Vectors:
         found *= self.inverse[rows, None]
         return found
 
+    def dots(self, v: np.ndarray) -> np.ndarray:
+        """float32[N]: ẑ·v in search precision, one pass."""
+        narrow, result = v.astype(np.float32), np.empty(self.n, np.float32)
+
+        def dot(start: int, stop: int) -> None:
+            np.einsum("ij,j->i", self.single(start, stop), narrow, out=result[start:stop])
+            result[start:stop] *= self.inverse[start:stop].astype(np.float32)
+
+        map_blocks(dot, self.n, _DOTS)
+        return result
+
+    def forms(self, matrix: np.ndarray) -> np.ndarray:
+        """float32[N]: ẑᵀ·matrix·ẑ in search precision, one pass."""
+        narrow, result = matrix.astype(np.float32), np.empty(self.n, np.float32)
+
+        def form(start: int, stop: int) -> None:
+            # always as many rows, so that a row's product does not depend on how many come with it
+            rows = np.zeros((_PRODUCT, self.d), np.float32)
+            rows[: stop - start] = self.unit(slice(start, stop))
+            result[start:stop] = np.einsum("ij,ij->i", rows @ narrow, rows)[: stop - start]
+
+        map_blocks(form, self.n, _PRODUCT)
+        return result
+
     def add_to(self, rows: np.ndarray, total: GridSum, costs: np.ndarray | None = None, sign: int = 1) -> None:
         """Add the sum of ẑ over these rows, each weighed by its cost, to `total`."""
 
@@ -72,6 +102,68 @@ class Vectors:
 
         if rows.size:
             total.add(map_blocks(block, rows.size, BLOCK), sign)
+
+
+class DeviceVectors(Vectors):
+    """The same rows on a torch device as well, where passes and sums are taken.
+
+    Rows stay in the precision they are stored in and are widened on the way; sums are the same whole numbers as on the
+    CPU, products are rounded in another order.
+    """
+
+    _held: Any
+    _inverse: Any
+
+    def __init__(self, vectors: Vectors, device: str) -> None:
+        import torch
+
+        super().__init__(vectors.stored, vectors.inverse, vectors.exact)
+        held = torch.empty(vectors.stored.shape, dtype=_torch_dtype(vectors.stored), device=device)
+        for a in range(0, vectors.n, _UPLOADED):
+            held[a : a + _UPLOADED] = torch.from_dlpack(np.ascontiguousarray(vectors.stored[a : a + _UPLOADED]))
+        object.__setattr__(self, "_held", held)
+        object.__setattr__(self, "_inverse", torch.from_numpy(vectors.inverse).to(device))
+
+    def dots(self, v: np.ndarray) -> np.ndarray:
+        return self._each(lambda rows, torch: rows @ torch.from_numpy(v.astype(np.float32)).to(rows.device))
+
+    def forms(self, matrix: np.ndarray) -> np.ndarray:
+        def form(rows: Any, torch: Any) -> Any:
+            return ((rows @ torch.from_numpy(matrix.astype(np.float32)).to(rows.device)) * rows).sum(1)
+
+        return self._each(form, power=2)
+
+    def _each(self, product: Callable[[Any, Any], Any], power: int = 1) -> np.ndarray:
+        import torch
+
+        found = [
+            product(self._held[a : a + _UPLOADED].float(), torch) * self._inverse[a : a + _UPLOADED].float() ** power
+            for a in range(0, self.n, _UPLOADED)
+        ]
+        return torch.cat(found).cpu().numpy() if found else np.zeros(0, np.float32)
+
+    def add_to(self, rows: np.ndarray, total: GridSum, costs: np.ndarray | None = None, sign: int = 1) -> None:
+        if costs is not None or total.fine or self.exact is not None:
+            # what is rounded in two steps is summed up on the CPU, once a solve
+            super().add_to(rows, total, costs, sign)
+            return
+        import torch
+
+        for a in range(0, rows.size, _SUMMED):
+            at = torch.from_numpy(rows[a : a + _SUMMED]).to(self._held.device)
+            units = (self._held[at].double() * self._inverse[at, None] / total.unit).round().to(torch.int64)
+            total.add([units.sum(0)[None].cpu().numpy()], sign)
+
+
+def on_device(vectors: Vectors, accelerator: Accelerator) -> Vectors:
+    """The rows where the accelerator computes: a copy of them on a CUDA device, as they are on the CPU."""
+    return DeviceVectors(vectors, accelerator.device) if accelerator.is_cuda else vectors
+
+
+def _torch_dtype(rows: np.ndarray) -> Any:
+    import torch
+
+    return torch.float16 if rows.dtype == np.float16 else torch.float32
 
 
 def as_single(rows: np.ndarray) -> np.ndarray:
@@ -187,15 +279,7 @@ class First:
         return d
 
     def rough(self, vectors: Vectors, v: np.ndarray) -> np.ndarray:
-        narrow, result = v.astype(np.float32), np.empty(vectors.n, np.float32)
-
-        def dot(start: int, stop: int) -> None:
-            rows = vectors.single(start, stop)
-            np.einsum("ij,j->i", rows, narrow, out=result[start:stop])
-            result[start:stop] *= vectors.inverse[start:stop].astype(np.float32)
-
-        map_blocks(dot, vectors.n, _DOTS)
-        return result
+        return vectors.dots(v)
 
     def dots(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
         return np.einsum("ij,j->i", rows, v)
@@ -220,17 +304,7 @@ class Second:
         return d * d
 
     def rough(self, vectors: Vectors, v: np.ndarray) -> np.ndarray:
-        d = vectors.d
-        matrix, result = v.reshape(d, d).astype(np.float32), np.empty(vectors.n, np.float32)
-
-        def form(start: int, stop: int) -> None:
-            # always as many rows, so that a row's product does not depend on how many come with it
-            rows = np.zeros((_PRODUCT, d), np.float32)
-            rows[: stop - start] = vectors.unit(slice(start, stop))
-            result[start:stop] = np.einsum("ij,ij->i", rows @ matrix, rows)[: stop - start]
-
-        map_blocks(form, vectors.n, _PRODUCT)
-        return result
+        return vectors.forms(v.reshape(vectors.d, vectors.d))
 
     def dots(self, rows: np.ndarray, v: np.ndarray) -> np.ndarray:
         d = rows.shape[1]
