@@ -94,6 +94,8 @@ def greedy(
     n = z.shape[0]
     if linear.shape != (n,) or not np.isfinite(linear).all():
         raise ValueError(f"linear must hold {n} finite scores, one for each document")
+    if not np.isfinite(z.sum()):
+        raise ValueError("z must be finite; leave documents without a finite vector out")
     if min(fl, pws, second_moment) < 0:
         raise ValueError(f"weights must not be negative: fl {fl}, pws {pws}, second_moment {second_moment}")
     if costs is not None and (costs.shape != (n,) or (n and costs.min() < 1)):

@@ -180,6 +180,43 @@ def test_ties_go_to_the_lower_position(weights: dict[str, float]) -> None:
     np.testing.assert_array_equal(found.positions, np.arange(7))
 
 
+@pytest.mark.parametrize("variant", ["stochastic", "lazier"])
+def test_ties_in_a_sample_go_to_the_lower_position(variant: Any) -> None:
+    # the lowest of 10 of 40 positions is 2.7 on average, and any of them 19.5
+    z = np.tile(np.array([[0.6, 0.8]], np.float32), (40, 1))
+    options = GreedyOptions(variant, epsilon=float(np.exp(-0.25)))
+    first = [run(z, None, 1, fl=1.0, options=options, seed=seed).positions[0] for seed in range(20)]
+    assert 0 < np.mean(first) < 6
+
+
+@pytest.mark.parametrize("costs", [None, np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3] * 3)])
+def test_squares_are_weighed_between_the_budget_and_what_is_chosen(costs: np.ndarray | None) -> None:
+    z = pool(8, 30, 4, 0.5)
+    linear = np.random.default_rng(8).uniform(0, 1, 30)
+    w, budget = (np.ones(30), 12) if costs is None else (costs.astype(float), 40)
+    wide = z.astype(np.float64)
+
+    def plain(per_cost: bool) -> tuple[list[int], float]:
+        chosen: list[int] = []
+        while True:
+            spent = w[chosen].sum()
+            tried = [x for x in range(30) if x not in chosen and w[x] <= budget - spent]
+            if not tried:
+                break
+            now = ((w[chosen] @ wide[chosen]) ** 2).sum()
+            keys = []
+            for x in tried:
+                rise = ((w[[*chosen, x]] @ wide[[*chosen, x]]) ** 2).sum() - now
+                weight = budget * (spent + w[x])
+                keys.append((w[x] * linear[x] / weight**0.5 - 0.6 * rise / weight) / (w[x] if per_cost else 1.0))
+            chosen.append(tried[int(np.argmax(keys))])
+        return chosen, objective(z, linear, chosen, 0.0, 0.6, 0.0, budget, costs)
+
+    found = run(z, linear, budget, pws=0.6, costs=costs)
+    runs = [plain(False)] if costs is None else [plain(False), plain(True)]
+    assert found.positions.tolist() == max(runs, key=lambda one: one[1])[0]
+
+
 def test_linear_scores_alone_give_the_best_scores() -> None:
     linear = np.array([0.1, 0.9, 0.5, 0.9, -1.0])
     found = run(pool(0, 5, 2), linear, 4)
@@ -341,6 +378,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             run(z, **given_)
+    z[3, 1] = np.nan
+    with pytest.raises(ValueError, match="z must be finite"):
+        run(z, None, 2, fl=1.0)
     with pytest.raises(ValueError, match="eager"):
         GreedyOptions("eager")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="epsilon"):
