@@ -4,19 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 E2E_STAMP := $(VENV)/.installed-e2e
+BENCH_STAMP := $(VENV)/.installed-bench
 SOURCE ?= docs
 HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 # the history of runs belongs to the user's targets; tests make their own
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench figures e2e clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-gpu figures e2e clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
 	@echo "make dev             the Dagster UI on http://127.0.0.1:3000"
 	@echo "make test            the tests; test-slow and e2e are the long ones"
-	@echo "make lint bench      style and types; measurements"
+	@echo "make lint            style and types"
+	@echo "make bench           ratios to peers and bounds; bench-selection and bench-shards are its halves"
+	@echo "make bench-selection ARGS=--full for all sizes, ARGS='--only NAME' for a subject"
+	@echo "make bench-gpu       a million documents on a CUDA device"
 	@echo "make figures         the pictures of docs/selection.md, drawn again"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -29,6 +33,12 @@ $(E2E_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,e2e]'
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || { echo "installing Chromium for the browser tests"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	@touch $@
+
+# without the peers their rows say so, and the rest is measured all the same
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,bench]' \
+	  || echo "the peers of the extra 'bench' could not be installed"
 	@touch $@
 
 $(HOME_OF_RUNS)/dagster.yaml: dagster_datamask/dagster.yaml
@@ -56,10 +66,19 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: bench-selection bench-shards
+
+bench-selection: $(BENCH_STAMP)
 	@mkdir -p .benchmarks
-	$(BIN)/python -m benchmarks.selection --out .benchmarks/selection.json
+	$(BIN)/python -m benchmarks.selection --out .benchmarks/selection.json $(ARGS)
+
+bench-shards: $(STAMP)
+	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.shards --out .benchmarks/shards.json
+
+bench-gpu: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.gpu --out .benchmarks/gpu.json
 
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures

@@ -1,157 +1,67 @@
-"""What the certified solver and the policy gradient cost, in units of one matrix–vector product over the same array.
+"""What selection costs and what it is worth, beside its peers and bounds, with the bars that it is held to.
 
-`python -m benchmarks.selection [--full] [--out FILE]` ends in under three minutes without `--full`. Ratios carry over
-between machines better than seconds do; both are in the JSON. The pools are synthetic and anisotropic, like the
-sentence encoders' (mean cosine about 0.7), and real web pages where the shared data is there.
+`python -m benchmarks.selection [--full] [--only NAME] [--out FILE]` prints a table a subject and ends in about 15
+minutes on two quiet cores without --full. Ratios are of works timed in turn in one run: they carry over between
+machines better than seconds do. docs/benchmarks.md tells how to read it. The file keeps every subject's latest run.
 """
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow.parquet as pq
 from rich.console import Console
-from rich.table import Table
 
-from dagster_datamask import keyed
-from dagster_datamask.selection.objectives import QualityDiversity
-from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
-from dagster_datamask.selection.solve import Selection, solve
+from benchmarks.certified import certified, pages
+from benchmarks.disf import disf
+from benchmarks.documents import KEEP, MINILM, Documents, synthetic, web_pages
+from benchmarks.dvrl import dvrl
+from benchmarks.facility import facility
+from benchmarks.gradient import gradient
+from benchmarks.measure import Row, machine, product_seconds, show
+from benchmarks.sharded import sharded
 
-MINILM = Path(__file__).parents[1] / "../shared/data/embeddings_minilm_l6_fp16.parquet"
-KEEP = 0.1
+__all__ = ["KEEP", "MINILM", "SUBJECTS", "Documents", "product_seconds", "synthetic", "web_pages"]
 
-
-@dataclass(frozen=True, eq=False)
-class Documents:
-    name: str
-    ids: list[str]
-    embeddings: np.ndarray
-    quality: np.ndarray
-
-
-def synthetic(n: int, d: int = 768) -> Documents:
-    """Unit vectors with mean cosine about 0.7 and a decaying spectrum, float32, and uniform scores that prefer one
-    direction."""
-    rng = keyed.rng(0, "benchmark", n, d)
-    spread = np.arange(1, d + 1, dtype=np.float32) ** np.float32(-0.3)
-    centre = rng.standard_normal(d, dtype=np.float32)
-    centre *= 1.55 / np.linalg.norm(centre)
-    z = np.empty((n, d), np.float32)
-    quality = np.empty(n)
-    for a in range(0, n, 10_000):
-        block = rng.standard_normal((min(10_000, n - a), d), dtype=np.float32) * spread
-        block /= np.linalg.norm(block, axis=1, keepdims=True)
-        quality[a : a + len(block)] = rng.uniform(0, 15, len(block)) + 10 * block[:, 0]
-        block += centre
-        z[a : a + len(block)] = block / np.linalg.norm(block, axis=1, keepdims=True)
-    return Documents(f"synthetic {n:,} × {d}", [f"synthetic-{i}" for i in range(n)], z, quality)
-
-
-def web_pages() -> Documents | None:
-    if not MINILM.exists():
-        return None
-    table = pq.read_table(MINILM)
-    ids = table["id"].to_pylist()
-    z = table["embedding"].combine_chunks().flatten().to_numpy().reshape(len(ids), -1)
-    return Documents(f"web pages {len(ids):,} × {z.shape[1]}", ids, z, np.zeros(len(ids)))
-
-
-def product_seconds(z: np.ndarray) -> float:
-    """The least time of one product of the array, as float32, with a vector."""
-    z = np.asarray(z, np.float32)
-    v = z[0].copy()
-    return min(_timed(lambda: z @ v) for _ in range(7))
-
-
-def _timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def row(documents: Documents, lam: float, unit: float, found: Selection, best: Selection) -> dict[str, Any]:
-    start, bound = best.certificate.baseline, best.certificate.upper_bound
-    return {
-        "pool": documents.name,
-        "lambda": lam,
-        "solver": found.solver,
-        "value": found.value,
-        "upper_bound": found.certificate.upper_bound,
-        "gap": found.certificate.gap,
-        "share": found.certificate.share,
-        "share_lost_to_best": (best.value - found.value) / (bound - start),
-        "passes": found.passes,
-        "solver_seconds": found.solver_seconds,
-        "seconds": found.seconds,
-        "solver_products": found.solver_seconds / unit,
-        "products": found.seconds / unit,
-        "product_seconds": unit,
-        "times_best": found.solver_seconds / best.solver_seconds,
-    }
-
-
-def compare(
-    documents: Documents, lams: list[float], gradient_at: list[float], options: PolicyGradientOptions
-) -> list[dict]:
-    """Rows for the certified solver at every λ, and for the policy gradient where it is asked for."""
-    unit = product_seconds(documents.embeddings)
-    budget = round(KEEP * len(documents.ids))
-    rows = []
-    for lam in lams:
-        objective = QualityDiversity(documents.embeddings, documents.quality, lam, "per_pool")
-        best = solve(objective, budget, solver="certified", ids=documents.ids)
-        rows.append(row(documents, lam, unit, best, best))
-        if lam in gradient_at:
-            found = solve(objective, budget, solver="policy_gradient", ids=documents.ids, options=options)
-            rows.append(row(documents, lam, unit, found, best) | {"steps": options.steps, "batch": options.batch})
-    return rows
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"Keep {KEEP:.0%}; times in matrix–vector products over the same array")
-    for name in ("pool", "λ", "solver", "value", "gap", "share", "passes", "solver", "whole", "× certified"):
-        table.add_column(name, justify="left" if name in ("pool", "solver") and len(table.columns) < 3 else "right")
-    for r in rows:
-        share = "–" if r["share"] is None else f"{r['share']:.5f}"
-        steps = f" ({r['steps']:,} steps)" if "steps" in r else ""
-        table.add_row(
-            r["pool"], f"{r['lambda']}", r["solver"] + steps, f"{r['value']:.7f}", f"{r['gap']:.1e}", share,
-            f"{r['passes']:.1f}", f"{r['solver_products']:.0f}", f"{r['products']:.0f}", f"{r['times_best']:.1f}",
-        )  # fmt: skip
-    console.print(table)
+SUBJECTS: dict[str, Callable[[bool], list[Row]]] = {
+    "certified": certified,
+    "pages": pages,
+    "gradient": gradient,
+    "facility": facility,
+    "disf": disf,
+    "dvrl": dvrl,
+    "sharded": sharded,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.selection", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="a million documents, and the longer gradient runs")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--full", action="store_true", help="a million documents, and what takes many minutes")
+    parser.add_argument("--only", choices=SUBJECTS, help="this subject alone")
+    parser.add_argument("--out", type=Path, help="keep the figures here, as JSON")
     arguments = parser.parse_args()
-    console = Console(width=160)
-    rows = []
-    pages = web_pages()
-    if pages is None:
-        console.print(f"No web pages: {MINILM.name} of the shared data is not there.")
-    else:
-        steps = 3000 if arguments.full else 500
-        rows += compare(pages, [0.0], [0.0], PolicyGradientOptions(steps=steps, batch=0.1))
-    steps = 2000 if arguments.full else 300
-    rows += compare(synthetic(100_000), [0.0, 0.1, 0.5], [0.1], PolicyGradientOptions(steps=steps))
-    if arguments.full:
-        rows += compare(synthetic(1_000_000), [0.0, 0.1, 0.5], [], PolicyGradientOptions())
-    show(rows, console)
-    load = os.getloadavg()[0]
-    console.print(f"{len(os.sched_getaffinity(0))} cores, load {load:.1f} (a loaded machine shows worse ratios)")
-    if arguments.out is not None:
-        figures = {"python": sys.version.split()[0], "numpy": np.__version__, "load": load, "rows": rows}
-        arguments.out.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", "utf-8")
+    console = Console(width=150)
+    met = []
+    for name, subject in SUBJECTS.items():
+        if arguments.only not in (None, name):
+            continue
+        before, started = machine(), time.perf_counter()
+        rows = subject(arguments.full)
+        seconds = time.perf_counter() - started
+        show(f"{name}: {seconds:.0f} s on {before['cores']} cores, load {before['load']:.1f} before", rows, console)
+        met += [row.met for row in rows if row.met is not None]
+        if arguments.out is not None:
+            run = {"machine": before, "full": arguments.full, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+            keep(arguments.out, name, run)
+    console.print(f"{sum(met)} of {len(met)} bars met (a loaded machine shows worse ratios)")
+
+
+def keep(path: Path, name: str, run: dict) -> None:
+    """Put this subject's run in the place of its last."""
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(kept | {name: run}, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
