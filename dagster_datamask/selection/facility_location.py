@@ -38,7 +38,7 @@ _SPARSE = 0.02
 _SMALL = 512
 # bytes of a listed entry: a float32 and an int32, by row, by column, and once more while the lists are made
 _LISTED = 24
-# the share of the room for lists that their estimated size may take
+# the share of the room that kept rows, or else lists by their estimated size, may take
 _MARGIN = 0.7
 # entries of the kernel of a batch that a group of masks is compared on
 _GROUPED = 1 << 22
@@ -112,19 +112,7 @@ class FacilityLocation:
         """float64[k]: Σ_y max(K_xy, cover_y) over each of k kernel rows x; cover: float32[N], ≥ 1."""
         n = self.n
         if self.is_dense:
-            kernel = self._dense()
-
-            def whole(start: int, stop: int) -> np.ndarray:
-                highest, wide, total = np.empty(n, np.float32), np.empty(n), np.empty(stop - start)
-                for k in range(start, stop):
-                    np.maximum(kernel[positions[k]], cover, out=highest)
-                    # a sum of float32 into float64 converts in small buffers and takes longer
-                    wide[:] = highest
-                    total[k - start] = wide.sum()
-                return total
-
-            parts = map_blocks(whole, positions.size, block=16)
-            return np.concatenate(parts) if parts else np.zeros(0)
+            return row_sums(self._dense(), positions, cover)
         totals = np.zeros(positions.size)
         for a in range(0, positions.size, _BAND):
             chosen = self._rows[positions[a : a + _BAND]]
@@ -238,8 +226,9 @@ class Coverage:
     which never falls. Once few such entries are left they are listed, and from then on `current` holds every gain:
     adding u changes the cover of the y in u's row, and for each of those the gains of the x in y's column.
 
-    With a dense kernel gains are the same whether listed or not; without one an entry that is formed twice may differ
-    in its last bit. current: float64[N] once there are lists, or None.
+    With a dense kernel gains are the same whether listed or not. Without one rows are kept as they are asked for, while
+    there is room, and an entry that is formed twice may differ in its last bit. current: float64[N] once there are
+    lists, or None.
     """
 
     def __init__(self, facility: FacilityLocation) -> None:
@@ -249,14 +238,33 @@ class Coverage:
         self._cover = np.ones(n, np.float32)
         self._size = 0
         self._sample = np.zeros((0, n), np.float32)
-        self._room = facility.memory_limit - (4.0 * n * n if facility.is_dense else 0.0)
+        self._room = _MARGIN * (facility.memory_limit - (4.0 * n * n if facility.is_dense else 0.0))
+        # rows kept until there are lists, and each document's among them
+        kept = 0 if facility.is_dense else min(n, int(self._room / max(1, 4 * n)))
+        self._kept = np.empty((kept, n), np.float32)
+        self._filled = 0
+        self._place = np.full(n, -1)
 
     def gains(self, positions: np.ndarray) -> np.ndarray:
         """float64[k]: FL(U ∪ x) − FL(U) for the documents x at these positions, U being what was added so far."""
         if self.current is not None:
             return self.current[positions]
-        sums = self._facility.sums(positions, self._cover)
+        # all of them would take the room of those that are asked for again
+        if positions.size <= len(self._kept):
+            self._keep(positions[self._place[positions] < 0])
+        at = self._place[positions]
+        sums = np.empty(positions.size)
+        sums[at >= 0] = row_sums(self._kept, at[at >= 0], self._cover)
+        sums[at < 0] = self._facility.sums(positions[at < 0], self._cover)
         return (sums - self._cover.sum(dtype=np.float64)) / max(1, self._facility.n)
+
+    def _keep(self, positions: np.ndarray) -> None:
+        positions = positions[: len(self._kept) - self._filled]
+        for a in range(0, positions.size, _BAND):
+            some = positions[a : a + _BAND]
+            self._kept[self._filled : self._filled + some.size] = self._facility.rows(some)
+            self._place[some] = np.arange(self._filled, self._filled + some.size)
+            self._filled += some.size
 
     def add(self, position: int) -> None:
         """Add the document at this position to U."""
@@ -264,7 +272,9 @@ class Coverage:
         if self.current is not None:
             self._add_listed(position)
             return
-        np.maximum(self._cover, self._facility.rows(np.array([position]))[0], out=self._cover)
+        at = self._place[position]
+        row = self._kept[at] if at >= 0 else self._facility.rows(np.array([position]))[0]
+        np.maximum(self._cover, row, out=self._cover)
         # the share of live entries falls like 1/|U|
         if self._facility.n >= _SMALL and (self._size < 64 or not self._size % 16):
             self._list_live()
@@ -274,9 +284,10 @@ class Coverage:
         if not self._sample.size:
             self._sample = facility.rows(np.linspace(0, n - 1, _SAMPLE).astype(np.int64))
         share = np.count_nonzero(self._sample > self._cover) / self._sample.size
-        if share > _SPARSE or share * n * n * _LISTED > _MARGIN * self._room:
+        if share > _SPARSE or share * n * n * _LISTED > self._room:
             return
-        self._sample = self._sample[:0]
+        # their room is the lists' from here on
+        self._sample = self._kept = np.zeros((0, n), np.float32)
 
         def collect(start: int, stop: int) -> tuple[_Lists, _Lists | None]:
             band = facility.band(start, stop)
@@ -345,6 +356,22 @@ def group_values(xp: Any, mask: Any, rows: Any, size: int) -> Any:
         for j in range(group):
             total[j] += xp.clip(xp.amax(kernel[held[j]], 0), 0.0, None).sum()
     return total * mask.any(1) / batch
+
+
+def row_sums(kernel: np.ndarray, rows: np.ndarray, cover: np.ndarray) -> np.ndarray:
+    """float64[k]: Σ_y max(K_xy, cover_y) over k rows x of a kernel, [·, N]."""
+
+    def sums(start: int, stop: int) -> np.ndarray:
+        highest, wide, total = np.empty_like(cover), np.empty(cover.size), np.empty(stop - start)
+        for k in range(start, stop):
+            np.maximum(kernel[rows[k]], cover, out=highest)
+            # a sum of float32 into float64 converts in small buffers and takes longer
+            wide[:] = highest
+            total[k - start] = wide.sum()
+        return total
+
+    parts = map_blocks(sums, rows.size, block=16)
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def product_error(d: int) -> float:
