@@ -51,6 +51,8 @@ def write_shard(
     *,
     ids: Sequence[str | None] | None = None,
     texts: Sequence[str | None] | None = None,
+    urls: Sequence[str | None] | None = None,
+    tokens: Sequence[int | None] | None = None,
     group_rows: int = 16,
 ) -> Path:
     """A FineWeb-shaped shard under `<source>/data/<snapshot>/`."""
@@ -63,12 +65,12 @@ def write_shard(
             "text": pa.array(body, pa.string()),
             "id": pa.array(names, pa.string()),
             "dump": pa.array([snapshot] * rows, pa.string()),
-            "url": pa.array([f"https://example.org/{k}" for k in range(rows)], pa.string()),
+            "url": pa.array(urls or [f"https://example.org/{k}" for k in range(rows)], pa.string()),
             "date": pa.array(["2024-01-01"] * rows, pa.string()),
             "file_path": pa.array(["s3://x"] * rows, pa.string()),
             "language": pa.array(["en"] * rows, pa.string()),
             "language_score": pa.array([0.9] * rows, pa.float64()),
-            "token_count": pa.array([len((t or "").split()) for t in body], pa.int64()),
+            "token_count": pa.array(tokens or [len((t or "").split()) for t in body], pa.int64()),
         }
     )
     pq.write_table(table, path, row_group_size=group_rows)

@@ -7,6 +7,7 @@ in, and the plan made of it. Not here: which of them are chosen (`masks`, `corpu
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -95,10 +96,15 @@ class Plan:
             columns.append(largest_remainder(amount, held, held))
         return list(zip(*columns, strict=True))
 
-    def numbers(self, groups: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {group: place for place, group in enumerate(self.groups)}
+
+    def numbers(self, groups: pa.ChunkedArray) -> np.ndarray:
         """int64[n]: the group of each document as a place in `groups`."""
-        found = pc.index_in(groups, value_set=pa.array(self.groups, pa.string()))
-        return found.to_numpy(zero_copy_only=False).astype(np.int64)
+        encoded = groups.combine_chunks().dictionary_encode()
+        places = np.array([self._places[group] for group in encoded.dictionary.to_pylist()], np.int64)
+        return places[encoded.indices.to_numpy()]
 
     def budget(self, amounts: tuple[int, ...], table: pa.Table) -> Budget:
         """The budget of these amounts for the documents of a table of candidates."""

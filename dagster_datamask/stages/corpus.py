@@ -23,7 +23,7 @@ from dagster_datamask.selection.objectives import Given
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.engine import Reader, every_seconds, map_shards
-from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
+from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store
 from dagster_datamask.shards.order import tie_hash
 from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.source import Source
@@ -98,14 +98,14 @@ def corpus_selection_state(run: Run, source: Source) -> Outcome:
             progress=run.progress(stage, None),
             origin=origin,
         )
-        return _finish(run, generation, state, new, skipped, records)
+        return _finish(generation, state, skipped, records)
 
 
 _ON_NEW = "select.on_new_snapshot"
 
 
 def _finish(
-    run: Run, generation: Generation, state: dict[str, Any], new: list[str], skipped: dict[str, str], records: list[Any]
+    generation: Generation, state: dict[str, Any], skipped: dict[str, str], records: list[ShardRecord]
 ) -> Outcome:
     snapshots = state["snapshots"]
     last = state["rounds"][-1]
@@ -120,7 +120,7 @@ def _finish(
         "budget": sum(round_["budget"] for round_ in state["rounds"]),
         "short_by": sum(round_["short_by"] for round_ in state["rounds"]),
         "snapshots_solved": len(snapshots),
-        "snapshots_new": len(new),
+        "snapshots_new": sum(entry["round"] == last["id"] for entry in snapshots.values()),
         "rounds": len(state["rounds"]),
         **{name: last[name] for name in ("unit", "quotas", "redistributed", "lambda", "scale", "passes")},
         "solver": "certified",
@@ -390,7 +390,7 @@ class _Round:
             "amount": int(held.sum()),
             "slack": plan.slack(largest),
             "given": None if given is None else given.size,
-            **worth_of(solved),
+            **worth_of(solved, "corpus"),
             "history": solved.history,
             "lambda": corpus.terms.lam,
             "scale": corpus.scale,
@@ -417,7 +417,9 @@ def new_corpus(folder: Path, settings: Settings, constants: tuple[float, float] 
 def told_every(run: Run, what: str, unit: str = "passes") -> Callable[[int, int, dict[str, Any]], None]:
     """A solver's progress callback that tells the log."""
     told = every_seconds(run.log, what, unit)
-    return lambda step, steps, entry: told(step, steps, f"value {entry['value']:.6f}")
+    return lambda step, steps, entry: told(
+        step, steps, ", ".join(f"{name} {entry[name]:.6g}" for name in ("value", "bound", "compared") if name in entry)
+    )
 
 
 def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan) -> None:
@@ -457,7 +459,12 @@ def kept_of(corpus: Corpus, candidates: Candidates, plan: Plan) -> tuple[np.ndar
     return held, largest
 
 
-def worth_of(solved: CorpusSelection) -> dict[str, Any]:
+def certified_in(scope: str, certificate: Mapping[str, Any]) -> dict[str, Any]:
+    """A certificate that says what was chosen from at once."""
+    return {**certificate, "feasible_set": {**certificate["feasible_set"], "scope": scope}}
+
+
+def worth_of(solved: CorpusSelection, scope: str) -> dict[str, Any]:
     """What is published of a mask found over shards."""
     worth = solved.evaluation
     return {
@@ -466,7 +473,7 @@ def worth_of(solved: CorpusSelection) -> dict[str, Any]:
         "quality_raw": worth.quality_raw,
         "diversity": worth.diversity,
         "metrics": worth.metrics,
-        "certificate": solved.certificate.as_dict(),
+        "certificate": certified_in(scope, solved.certificate.as_dict()),
         "passes": solved.passes,
         "trajectories": {"certified": points(solved.trajectory)},
     }
@@ -508,9 +515,9 @@ def ranked(work: Path, shards: Sequence[str], scores: Reader) -> dict[str, np.nd
     with duckdb.connect() as con:
         con.execute(f"SET memory_limit = '{_SORT_MEMORY}'")
         con.execute(f"SET temp_directory = '{work / 'sorting'}'")
-        con.execute("SELECT row FROM read_parquet(?) ORDER BY score DESC, tie", [str(path)])
-        ordered: pa.RecordBatchReader = con.to_arrow_reader(SIDE_ROWS)
-        for batch in ordered:
+        ordered = con.sql("SELECT row FROM read_parquet(?) ORDER BY score DESC, tie", params=[str(path)])
+        batches: pa.RecordBatchReader = ordered.to_arrow_reader(SIDE_ROWS)
+        for batch in batches:
             ranks[batch.column(0).to_numpy()] = np.arange(done + 1, done + len(batch) + 1)
             done += len(batch)
     starts = np.cumsum([0, *sizes])

@@ -148,7 +148,7 @@ def _as_one(
         solved = solve_corpus(shards, plan.amounts, progress=told)
         held, largest = corpus.kept_of(shards, pool, plan)
         facts = {
-            **corpus.worth_of(solved),
+            **corpus.worth_of(solved, "snapshot"),
             **_common(run, constants),
             **plan.facts(held),
             "documents": shards.n,
@@ -407,7 +407,7 @@ def _split_facts(split: int, documents: int, chosen: Selection, beside: Selectio
         "diversity": chosen.diversity,
         "metrics": chosen.metrics,
         "facts": chosen.facts,
-        "certificate": chosen.certificate.as_dict(),
+        "certificate": corpus.certified_in("split", chosen.certificate.as_dict()),
         "passes": chosen.passes,
         "trajectories": {chosen.solver: corpus.points(chosen.trajectory)},
     }
@@ -434,8 +434,9 @@ def _facts(
     select = run.settings.select
     kept = [split for split in splits if split["kept"]]
     tokens = sum(split["tokens"] for split in splits) if plan.unit == "tokens" else None
+    held = _held(generation, pool, plan)
     facts: dict[str, Any] = {
-        **plan.facts(_held(generation, pool, plan)),
+        **plan.facts(held),
         **_common(run, constants),
         "documents": sum(split["documents"] for split in splits),
         "kept": sum(split["kept"] for split in splits),
@@ -464,7 +465,7 @@ def _facts(
     )
     facts["passes"] = math.fsum(split["passes"] * split["documents"] for split in splits) / facts["documents"]
     if select.is_pws and select.scale in ("minmax", "raw"):
-        return facts | _union(run, generation, pool, plan, constants)
+        return facts | _union(run, generation, pool, plan, held, constants)
     why = f"scale {select.scale} differs between splits, so their union has no one objective"
     if not select.is_pws:
         why = f"objective {select.objective} is valued within a split alone; the certificates are those of the splits"
@@ -494,22 +495,27 @@ def _held(generation: Generation, pool: Candidates, plan: Plan) -> np.ndarray:
 
 
 def _union(
-    run: Run, generation: Generation, pool: Candidates, plan: Plan, constants: tuple[float, float] | None
+    run: Run,
+    generation: Generation,
+    pool: Candidates,
+    plan: Plan,
+    held: np.ndarray,
+    constants: tuple[float, float] | None,
 ) -> dict[str, Any]:
-    """Value and certificate of the union of the splits' masks against the snapshot as one pool."""
+    """Value and certificate of the union of the splits' masks, which hold `held`, against the snapshot as one pool."""
     shards = corpus.new_corpus(generation.work / "corpus", run.settings, constants)
     corpus.add_shards(shards, pool, plan)
     for shard in pool.shards:
         shards.mark(corpus.flat_name(pool.snapshot, shard), _marks(generation, shard))
     # every split may fall short by a document's tokens: the bound is for what the union holds
-    evaluation, certificate = certify_corpus(shards, shards.passes(_held(generation, pool, plan).tolist()))
+    evaluation, certificate = certify_corpus(shards, shards.passes(held.tolist()))
     return {
         "value": evaluation.value,
         "quality": evaluation.quality,
         "quality_raw": evaluation.quality_raw,
         "diversity": evaluation.diversity,
         "metrics": evaluation.metrics,
-        "certificate": certificate.as_dict(),
+        "certificate": corpus.certified_in("snapshot", certificate.as_dict()),
     }
 
 

@@ -1,6 +1,7 @@
 """A process that runs the stages of one snapshot and kills itself, for good, at a given moment.
 
-`python -m tests.stages.killing SOURCE ROOT LABELS SNAPSHOT [setting=value ...]` reads one order per line: a number
+`python -m tests.stages.killing SOURCE ROOT LABELS SNAPSHOT [setting=value ...]` runs a snapshot's stages; with
+SNAPSHOT,SNAPSHOT,... the corpus of what is embedded, and these snapshots' masks. It reads one order per line: a number
 (SIGKILL at that file event under ROOT), or text (SIGKILL at the first rename onto a path that holds it), or nothing
 (run to the end). Each order runs in a fork of a process that has only imported, and is answered by its exit code and
 the number of file events it saw. Real code and a real signal: nothing of the package is replaced.
@@ -33,8 +34,11 @@ def run(order: str, project: Project, snapshot: str, seen: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    for name in SNAPSHOT_STAGES:
-        project.stage(name, snapshot)
+    if "," in snapshot:
+        project.stage("corpus_selection_state", "")
+    for one in snapshot.split(","):
+        for name in ("datamask_masks",) if "," in snapshot else SNAPSHOT_STAGES:
+            project.stage(name, one)
     os.write(seen, str(events).encode())
 
 

@@ -207,12 +207,12 @@ def test_lambda_zero_needs_no_calibration(made: Project) -> None:
     assert "quality_calibration" not in without.published.inputs
 
 
-def publish_vectors(project: Project, change: dict[str, str]) -> None:
+def publish_vectors(project: Project, change: dict[str, str], snapshot: str = SNAPSHOT) -> None:
     """e5_embeddings again, the vectors of the ids in `change` null for the reason given."""
-    embedded = project.store.current("e5_embeddings", SNAPSHOT)
+    embedded = project.store.current("e5_embeddings", snapshot)
     with project.store.generation(
         "e5_embeddings",
-        SNAPSHOT,
+        snapshot,
         code_version=embedded.code_version,
         settings=embedded.settings,
         inputs={**embedded.inputs, "vectors": "changed by a test"},
