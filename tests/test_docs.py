@@ -76,6 +76,8 @@ def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) ->
         {
             "id": [f"d{k}" for k in range(50)],
             "score": rng.random(50),
+            "token_count": rng.integers(1000, 5000, 50),
+            "source": [("web", "books", "code")[k % 3] for k in range(50)],
             "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8),
         }
     )
