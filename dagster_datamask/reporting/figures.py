@@ -1,36 +1,40 @@
-"""The project's figures, drawn with Matplotlib's object interface and returned as PNG bytes.
+"""Figures of solvers, models and scores, drawn with Matplotlib's object interface and returned as PNG bytes.
 
 Here: numbers to pictures. Equal numbers give equal bytes (no date, no software version in the file, the font that
 Matplotlib ships), no global state is touched, and a figure stays under 60 kB so that a Dagster event that carries it in
-base64 stays small. Not here: computing the numbers, or embedding the pictures (`tables`, `html`).
+base64 stays small. Not here: computing the numbers, embedding the pictures (`tables`, `html`), and what a mask does to a
+pool (`selections`).
 """
 
-import io
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from dagster_datamask.reporting.canvas import (
+    BOUND,
+    COLOURS,
+    DASHES,
+    GREY,
+    MARKERS,
+    SMALL,
+    canvas,
+    documents,
+    legend_below,
+    nothing,
+    percent_axis,
+    png,
+    say,
+)
 from dagster_datamask.reporting.tables import human
 
 # Share of FineWeb's documents at each integer quality 0..15: DataMask (arXiv 2512.24265), Table 7.
 PAPER_TABLE_7 = (0.03, 0.09, 0.17, 0.24, 0.23, 0.14, 0.06, 0.03, 0.01, 0.002, 0.0003, 0.00003, 0.0, 0.0, 0.0, 0.0)
 
-# Okabe and Ito's palette, told apart with every common colour blindness; markers and dashes repeat the difference.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-_BOUND = "#000000"
-_GREY = "#8C8C8C"
-_DPI = 100
 _MAX_POINTS = 400
-_SMALL = 8.5
 
 Point = Mapping[str, Any]
 
@@ -49,15 +53,15 @@ def trajectory_figure(
     it. `baseline` is the expected value of a uniform mask of the same size. More than 50 steps go on a log axis.
     Raises ValueError naming the solver and the step where a value is missing or not finite.
     """
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = canvas(title)
     values: list[float] = [v for v in (upper_bound, baseline) if v is not None]
     all_steps: list[float] = []
     for i, (solver, points) in enumerate(trajectories.items()):
         steps, solver_values, bounds = _points(solver, points)
         all_steps += steps
         values += solver_values
-        colour = _COLOURS[i % len(_COLOURS)]
-        marker = _MARKERS[i % len(_MARKERS)] if len(steps) <= 30 else None
+        colour = COLOURS[i % len(COLOURS)]
+        marker = MARKERS[i % len(MARKERS)] if len(steps) <= 30 else None
         axes.plot(steps, solver_values, color=colour, marker=marker, markersize=4, label=solver, lw=1.5)
         seen = [(s, b) for s, b in zip(steps, bounds, strict=True) if b is not None]
         if seen:
@@ -67,11 +71,11 @@ def trajectory_figure(
                 values.append(min(bound_values))
             axes.plot(bound_steps, bound_values, color=colour, ls=":", lw=1.2, label=f"{solver}: bound so far")
     if not all_steps:
-        return _nothing(figure, axes, "no optimisation step was recorded")
+        return nothing(figure, axes, "no optimisation step was recorded")
     if upper_bound is not None:
-        axes.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"upper bound {upper_bound:.6g}")
+        axes.axhline(upper_bound, color=BOUND, ls="--", lw=1.2, label=f"upper bound {upper_bound:.6g}")
     if baseline is not None:
-        axes.axhline(baseline, color=_GREY, ls="-.", lw=1.2, label=f"uniform mask {baseline:.6g}")
+        axes.axhline(baseline, color=GREY, ls="-.", lw=1.2, label=f"uniform mask {baseline:.6g}")
     low, high = min(values), max(values)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.05
     axes.set_ylim(low - margin, high + margin)
@@ -91,8 +95,8 @@ def trajectory_figure(
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("step or pass")
     axes.set_ylabel("objective (higher is better)")
-    _legend_below(figure, axes)
-    return _png(figure)
+    legend_below(figure, axes)
+    return png(figure)
 
 
 def quality_histogram(counts: Sequence[int], title: str = "Quality of the documents") -> bytes:
@@ -102,15 +106,15 @@ def quality_histogram(counts: Sequence[int], title: str = "Quality of the docume
     their number, since their bars cannot be seen. Raises ValueError for a negative count or more than 16.
     """
     ours = _sixteen(counts)
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = canvas(title)
     total = int(ours.sum())
     if total == 0:
-        return _nothing(figure, axes, "no document has a quality score")
+        return nothing(figure, axes, "no document has a quality score")
     x = np.arange(16)
     paper = np.array(PAPER_TABLE_7)
     for offset, shares, colour, hatch, label in (
-        (-0.2, ours / total, _COLOURS[0], None, f"this pool, {_documents(total)}"),
-        (0.2, paper / paper.sum(), _COLOURS[4], "///", "FineWeb (DataMask paper, Table 7)"),
+        (-0.2, ours / total, COLOURS[0], None, f"this pool, {documents(total)}"),
+        (0.2, paper / paper.sum(), COLOURS[4], "///", "FineWeb (DataMask paper, Table 7)"),
     ):
         mean = float((x * shares).sum())
         label = f"{label}: mean {mean:.2f}"
@@ -127,12 +131,12 @@ def quality_histogram(counts: Sequence[int], title: str = "Quality of the docume
                     rotation=90,
                     fontsize=6.5,
                 )
-    _percent_axis(axes)
+    percent_axis(axes)
     axes.set_xticks(x)
     axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)")
     axes.set_ylabel("share of documents")
-    _legend_below(figure, axes)
-    return _png(figure)
+    legend_below(figure, axes)
+    return png(figure)
 
 
 def quality_diversity_figure(
@@ -155,32 +159,32 @@ def quality_diversity_figure(
     if (chosen > sizes).any():
         worst = int(np.flatnonzero(chosen > sizes)[0])
         raise ValueError(f"cluster {worst} keeps {chosen[worst]} documents of {sizes[worst]}")
-    figure, (left, right) = _figure(title, 2)
+    figure, (left, right) = canvas(title, 2)
     if pool.sum() == 0:
-        _say(left, "no document has a quality score")
+        say(left, "no document has a quality score")
     else:
         x = np.arange(16)
         axes_shares = 100 * pool / pool.sum()
-        left.bar(x, axes_shares, 0.85, color="#C9C9C9", label=f"pool, {_documents(int(pool.sum()))}")
+        left.bar(x, axes_shares, 0.85, color="#C9C9C9", label=f"pool, {documents(int(pool.sum()))}")
         if kept.sum():
             kept_shares = 100 * kept / kept.sum()
             left.step(
                 np.append(x, 16) - 0.5,
                 np.append(kept_shares, kept_shares[-1]),
                 where="post",
-                color=_COLOURS[0],
+                color=COLOURS[0],
                 lw=1.8,
-                label=f"kept, {_documents(int(kept.sum()))}",
+                label=f"kept, {documents(int(kept.sum()))}",
             )
-        _percent_axis(left)
+        percent_axis(left)
         left.set_xticks(x[::3])
         left.set_xlabel("quality, rounded")
         left.set_ylabel("share of documents")
-        left.legend(loc="upper right", frameon=False, fontsize=_SMALL)
+        left.legend(loc="upper right", frameon=False, fontsize=SMALL)
         left.set_ylim(0, left.get_ylim()[1] * 1.25)
     filled = sizes > 0
     if not filled.any():
-        _say(right, "no clusters")
+        say(right, "no clusters")
     else:
         share = 100 * chosen[filled] / sizes[filled]
         overall = 100 * chosen.sum() / sizes.sum()
@@ -188,19 +192,19 @@ def quality_diversity_figure(
             sizes[filled],
             share,
             s=max(4.0, min(30.0, 3000 / filled.sum())),
-            color=_COLOURS[1],
+            color=COLOURS[1],
             alpha=0.6,
             lw=0,
             rasterized=True,
         )
-        right.axhline(overall, color=_BOUND, ls="--", lw=1.2, label=f"whole pool {overall:.1f} %")
+        right.axhline(overall, color=BOUND, ls="--", lw=1.2, label=f"whole pool {overall:.1f} %")
         right.set_ylim(-3, max(share.max(), overall) * 1.2 + 3)
         _size_axis(right, sizes[filled])
-        _percent_axis(right)
+        percent_axis(right)
         right.set_xlabel("documents in the cluster")
         right.set_ylabel("share kept")
-        right.legend(loc="upper right", frameon=False, fontsize=_SMALL)
-    return _png(figure)
+        right.legend(loc="upper right", frameon=False, fontsize=SMALL)
+    return png(figure)
 
 
 def calibration_figure(
@@ -219,18 +223,18 @@ def calibration_figure(
     matrix = np.asarray(confusion, dtype=np.int64)
     if matrix.shape != (len(labels), len(labels)):
         raise ValueError(f"a confusion matrix for {len(labels)} labels has shape {matrix.shape}")
-    figure, (left, right) = _figure(title, 2)
+    figure, (left, right) = canvas(title, 2)
     top = max((float(b["upper"]) for b in bins), default=1.0)
     filled = [b for b in bins if b["n"] > 0]
     if filled:
         predicted, observed = [b["mean_predicted"] for b in filled], [b["mean_observed"] for b in filled]
         most = max(b["n"] for b in filled)
-        left.plot([0, top], [0, top], color=_GREY, ls="--", lw=1, label="perfect calibration")
-        left.plot(predicted, observed, color=_COLOURS[0], lw=1.2, label="model")
-        left.scatter(predicted, observed, s=[10 + 60 * b["n"] / most for b in filled], color=_COLOURS[0], zorder=3)
-        left.legend(loc="upper left", frameon=False, fontsize=_SMALL)
+        left.plot([0, top], [0, top], color=GREY, ls="--", lw=1, label="perfect calibration")
+        left.plot(predicted, observed, color=COLOURS[0], lw=1.2, label="model")
+        left.scatter(predicted, observed, s=[10 + 60 * b["n"] / most for b in filled], color=COLOURS[0], zorder=3)
+        left.legend(loc="upper left", frameon=False, fontsize=SMALL)
     else:
-        _say(left, "no held-out document")
+        say(left, "no held-out document")
     left.set_xlim(-0.04 * top, 1.04 * top)
     left.set_ylim(-0.04 * top, 1.04 * top)
     left.set_xlabel("mean prediction (area: documents)")
@@ -251,7 +255,7 @@ def calibration_figure(
     right.set_yticks(range(len(labels)), labels)
     right.set_xlabel("predicted")
     right.set_ylabel("true")
-    return _png(figure)
+    return png(figure)
 
 
 def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> bytes:
@@ -262,18 +266,18 @@ def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> 
     counts = np.sort(np.asarray(sizes, dtype=np.int64))[::-1]
     if (counts < 0).any():
         raise ValueError(f"a cluster has a negative size: {counts.min()}")
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = canvas(title)
     filled = counts[counts > 0]
     if len(filled) == 0:
-        return _nothing(figure, axes, "no clusters")
+        return nothing(figure, axes, "no clusters")
     rank = np.arange(1, len(filled) + 1)
     mean = float(filled.mean())
     if len(filled) <= 60:
-        axes.bar(rank, filled, 0.85, color=_COLOURS[0])
+        axes.bar(rank, filled, 0.85, color=COLOURS[0])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlim(0.4, len(filled) + 0.6)
     else:
-        axes.plot(rank, filled, color=_COLOURS[0], lw=1.8)
+        axes.plot(rank, filled, color=COLOURS[0], lw=1.8)
         axes.set_xscale("log")
         axes.set_xlim(0.9, len(filled) * 1.1)
     if len(filled) > 60 and filled[0] > 50 * filled[-1]:
@@ -286,7 +290,7 @@ def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> 
         axis.set_minor_formatter(NullFormatter())
     axes.axhline(
         mean,
-        color=_BOUND,
+        color=BOUND,
         ls="--",
         lw=1.2,
         label=f"mean {human(mean)}; largest {human(int(filled[0]))}, smallest {human(int(filled[-1]))}",
@@ -295,8 +299,8 @@ def cluster_sizes_figure(sizes: Sequence[int], title: str = "Cluster sizes") -> 
         f"cluster, largest first ({human(len(filled))} with documents, {human(len(counts) - len(filled))} empty)"
     )
     axes.set_ylabel("documents")
-    _legend_below(figure, axes)
-    return _png(figure)
+    legend_below(figure, axes)
+    return png(figure)
 
 
 def front_figure(
@@ -311,10 +315,10 @@ def front_figure(
     the (quality, diversity) expected of a uniform mask. Rows without a quality (empty masks) are left out. Raises
     ValueError where a row lies in the shaded region: its bound would be wrong.
     """
-    figure, (axes,) = _figure(title)
+    figure, (axes,) = canvas(title)
     rows = [row for row in rows if row["quality"] is not None]
     if not rows:
-        return _nothing(figure, axes, "the masks are empty")
+        return nothing(figure, axes, "the masks are empty")
     lambdas, quality, diversity = (
         np.array([float(row[key]) for row in rows]) for key in ("lambda", "quality", "diversity")
     )
@@ -328,19 +332,19 @@ def front_figure(
     (left, right), (low, high) = (_view(np.concatenate([part[k] for part in shown]), 0.14, 0.2) for k in (0, 1))
     if bounds:
         _shade(axes, bounds, np.linspace(left, right, 1001), low, high)
-    axes.plot(quality, diversity, color=_COLOURS[0], marker="o", markersize=4, lw=1.5, label="masks found, one per λ")
+    axes.plot(quality, diversity, color=COLOURS[0], marker="o", markersize=4, lw=1.5, label="masks found, one per λ")
     label: dict[str, Any] = {"xytext": (-6, -5), "textcoords": "offset points", "ha": "right", "va": "top"}
     for i in _apart((quality - left) / (right - left), (diversity - low) / (high - low)):
-        axes.annotate(f"λ = {lambdas[i]:g}", (quality[i], diversity[i]), **label, fontsize=_SMALL)
+        axes.annotate(f"λ = {lambdas[i]:g}", (quality[i], diversity[i]), **label, fontsize=SMALL)
     if uniform is not None:
         point = (uniform["quality"], uniform["diversity"])
-        axes.plot(*point, color=_COLOURS[1], marker="X", markersize=8, ls="none", label="uniform mask, expected")
+        axes.plot(*point, color=COLOURS[1], marker="X", markersize=8, ls="none", label="uniform mask, expected")
     axes.set_xlim(left, right)
     axes.set_ylim(low, high)
     axes.set_xlabel("quality (mean of the scaled scores)")
     axes.set_ylabel("diversity (higher is better)")
-    _legend_below(figure, axes)
-    return _png(figure)
+    legend_below(figure, axes)
+    return png(figure)
 
 
 def _shade(axes: Axes, bounds: Sequence[tuple[float, float]], x: np.ndarray, low: float, high: float) -> None:
@@ -356,7 +360,7 @@ def _shade(axes: Axes, bounds: Sequence[tuple[float, float]], x: np.ndarray, low
             ceiling[x > bound] = -np.inf
     edge = np.clip(ceiling, 2 * low - high, high)
     axes.fill_between(x, edge, high, facecolor="#EDEDED", edgecolor="#BDBDBD", hatch="////", lw=0)
-    axes.plot(x, edge, color=_BOUND, ls="--", lw=1.2, label="ceiling of all bounds: no mask is beyond it")
+    axes.plot(x, edge, color=BOUND, ls="--", lw=1.2, label="ceiling of all bounds: no mask is beyond it")
     box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
     axes.text(0.985, 0.96, "no mask can be here", transform=axes.transAxes, ha="right", va="top", bbox=box)
 
@@ -367,16 +371,16 @@ def setting_figure(name: str, rows: Sequence[Mapping[str, float]], cost: str, up
     rows: `setting`, `value` (of the mask it ends with) and `cost`, ascending; `cost` says what is counted. Left: the
     values below the certified bound; right: the costs. Both against the setting on a log axis.
     """
-    figure, (left, right) = _figure(title, 2)
+    figure, (left, right) = canvas(title, 2)
     if not rows:
-        _say(right, "")
-        return _nothing(figure, left, "nothing was measured")
+        say(right, "")
+        return nothing(figure, left, "nothing was measured")
     settings, values, costs = ([row[key] for row in rows] for key in ("setting", "value", "cost"))
-    left.plot(settings, values, color=_COLOURS[0], marker="o", lw=1.5, label="mask reached")
-    left.axhline(upper_bound, color=_BOUND, ls="--", lw=1.2, label=f"certified bound {upper_bound:.5g}")
+    left.plot(settings, values, color=COLOURS[0], marker="o", lw=1.5, label="mask reached")
+    left.axhline(upper_bound, color=BOUND, ls="--", lw=1.2, label=f"certified bound {upper_bound:.5g}")
     left.set_ylim(*_view(np.array([*values, upper_bound])))
     left.set_ylabel("objective (higher is better)")
-    right.plot(settings, costs, color=_COLOURS[1], marker="s", lw=1.5)
+    right.plot(settings, costs, color=COLOURS[1], marker="s", lw=1.5)
     right.set_ylim(0, 1.15 * max(costs) or 1.0)
     right.set_ylabel(cost)
     right.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
@@ -385,8 +389,8 @@ def setting_figure(name: str, rows: Sequence[Mapping[str, float]], cost: str, up
         panel.minorticks_off()
         panel.set_xticks(settings, [f"{setting:g}" for setting in settings])
         panel.set_xlabel(name)
-    _legend_below(figure, left)
-    return _png(figure)
+    legend_below(figure, left)
+    return png(figure)
 
 
 def metrics_figure(runs: Mapping[str, Sequence[Point]], bounds: Mapping[str, float], title: str) -> bytes:
@@ -395,10 +399,10 @@ def metrics_figure(runs: Mapping[str, Sequence[Point]], bounds: Mapping[str, flo
     `bounds` names the two, and holds the certified bound of each: no mask has more of it. A point has `step` and both
     metrics. Metrics with one bound share their axis.
     """
-    figure, panels = _figure(title, 2)
+    figure, panels = canvas(title, 2)
     if not any(runs.values()):
-        _say(panels[1], "")
-        return _nothing(figure, panels[0], "no optimisation step was recorded")
+        say(panels[1], "")
+        return nothing(figure, panels[0], "no optimisation step was recorded")
     if len(set(bounds.values())) == 1:
         panels[1].sharey(panels[0])
     for panel, (metric, bound) in zip(panels, bounds.items(), strict=True):
@@ -406,20 +410,20 @@ def metrics_figure(runs: Mapping[str, Sequence[Point]], bounds: Mapping[str, flo
             panel.plot(
                 [point["step"] for point in points],
                 [point[metric] for point in points],
-                color=_COLOURS[i % len(_COLOURS)],
-                marker=_MARKERS[i % len(_MARKERS)],
+                color=COLOURS[i % len(COLOURS)],
+                marker=MARKERS[i % len(MARKERS)],
                 markersize=4,
                 lw=1.5,
                 label=run,
             )
-        panel.axhline(bound, color=_BOUND, ls="--", lw=1.2, label="certified bound")
+        panel.axhline(bound, color=BOUND, ls="--", lw=1.2, label="certified bound")
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("step")
         panel.set_ylabel(metric)
-    _legend_below(figure, panels[0])
-    return _png(figure)
+    legend_below(figure, panels[0])
+    return png(figure)
 
 
 def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: str) -> bytes:
@@ -429,32 +433,32 @@ def spread_figure(groups: Mapping[str, Mapping[str, Sequence[Point]]], title: st
     A point has `step` and `share`: (value − uniform)/(certified bound − uniform), which no mask has above 1, so that
     runs on different pools compare. Each panel tells how far its runs lie apart at the end.
     """
-    figure, panels = _figure(title, 2)
+    figure, panels = canvas(title, 2)
     panels[1].sharey(panels[0])
     for panel, (group, runs) in zip(panels, groups.items(), strict=True):
         if not any(runs.values()):
-            _say(panel, "no optimisation step was recorded")
+            say(panel, "no optimisation step was recorded")
             continue
         for i, (run, points) in enumerate(runs.items()):
             panel.plot(
                 [point["step"] for point in points],
                 [point["share"] for point in points],
-                color=_COLOURS[i % len(_COLOURS)],
-                ls=_DASHES[i % len(_DASHES)],
+                color=COLOURS[i % len(COLOURS)],
+                ls=DASHES[i % len(DASHES)],
                 lw=1.5,
                 label=run,
             )
         last = [points[-1]["share"] for points in runs.values() if points]
-        panel.axhline(1.0, color=_BOUND, ls="--", lw=1.2, label="certified bound")
-        panel.set_title(f"{group}; at the end {100 * (max(last) - min(last)):.2f} % apart", fontsize=_SMALL)
+        panel.axhline(1.0, color=BOUND, ls="--", lw=1.2, label="certified bound")
+        panel.set_title(f"{group}; at the end {100 * (max(last) - min(last)):.2f} % apart", fontsize=SMALL)
         panel.set_xscale("log")
         panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
         panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_xlabel("step")
-        panel.legend(loc="lower right", frameon=False, fontsize=_SMALL)
+        panel.legend(loc="lower right", frameon=False, fontsize=SMALL)
     panels[0].set_ylabel("share of the achievable gain")
     panels[1].tick_params(labelleft=False)
-    return _png(figure)
+    return png(figure)
 
 
 def _view(values: np.ndarray, below: float = 0.08, above: float = 0.08) -> tuple[float, float]:
@@ -471,50 +475,6 @@ def _apart(x: np.ndarray, y: np.ndarray) -> list[int]:
         if all(abs(x[i] - x[k]) > 0.17 or abs(y[i] - y[k]) > 0.09 for k in chosen):
             chosen.append(i)
     return chosen
-
-
-def _figure(title: str, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(7.2 if panels == 2 else 6.4, 3.4), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
-    figure.suptitle(textwrap.fill(title, 80 if panels == 1 else 92), x=0.01, ha="left", fontsize=10.5)
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#E3E3E3")
-        panel.set_axisbelow(True)
-        panel.tick_params(labelsize=_SMALL)
-    return figure, axes
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    # Matplotlib writes its version into the file unless told not to; the bytes would change with it.
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
-
-
-def _say(axes: Axes, message: str) -> None:
-    axes.set_axis_off()
-    axes.text(0.5, 0.5, message, transform=axes.transAxes, ha="center", va="center", color=_GREY, wrap=True)
-
-
-def _nothing(figure: Figure, axes: Axes, message: str) -> bytes:
-    _say(axes, message)
-    return _png(figure)
-
-
-def _legend_below(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=_SMALL)
-
-
-def _documents(n: int) -> str:
-    return f"{human(n)} document{'' if n == 1 else 's'}"
-
-
-def _percent_axis(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g} %"))
 
 
 def _size_axis(axes: Axes, sizes: np.ndarray) -> None:
