@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask.selection.budgets import largest_remainder
@@ -14,7 +15,7 @@ from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.stages.base import Outcome
 from tests.conftest import SNAPSHOTS
-from tests.project import Project, write_shard
+from tests.project import SNAPSHOT_STAGES, Project, write_shard
 from tests.stages.conftest import copied, failed, rows_of, tree
 
 Finished = tuple[Project, dict[str, Outcome]]
@@ -205,6 +206,165 @@ def test_lambda_zero_needs_no_calibration(made: Project) -> None:
     without = masks(made, **{"lambda": 0.0})
     assert without.published.fingerprint == with_it.published.fingerprint
     assert "quality_calibration" not in without.published.inputs
+
+
+@pytest.mark.parametrize(
+    ("scope", "split", "quota"), [("split", 1000, "none"), ("split", 9, "cluster"), ("snapshot", 1000, "cluster")]
+)
+def test_tokens_are_kept_up_to_the_budget_and_counted_in_the_manifest(
+    made: Project, scope: str, split: int, quota: str
+) -> None:
+    asked = made.with_settings(
+        **{"select.budget": "900tok", "select.scope": scope, "select.split": split, "select.quota": quota}
+    )
+    outcome = asked.stage("datamask_masks", SNAPSHOT)
+    assert not failed(outcome)
+    rows = rows_of(outcome.published)
+    counts = rows_of(asked.store.current("raw_shards", SNAPSHOT)).select("doc_id", "token_count")
+    kept = rows.filter("selected").join(counts, on="doc_id")["token_count"].to_list()
+    facts = outcome.facts
+    assert (facts["unit"], facts["budget"], facts["short_by"]) == ("tokens", 900, 0)
+    assert sum(kept) == facts["tokens"] <= 900
+    assert len(kept) == facts["kept"]
+    assert facts["certificate"]["feasible_set"]["unit"] == "tokens"
+    assert facts["certificate"]["gap"] >= 0
+    manifest = asked.stage("fineweb_mask_manifest", SNAPSHOT)
+    assert not failed(manifest)
+    assert manifest.facts["tokens_kept"] == sum(kept)
+    sidecar = json.loads((manifest.published.folder / "manifest.json").read_text())
+    assert sidecar["budget"] == {"asked": 900, "met": sum(kept), "unit": "tokens", "short_by": 0, "n": N}
+    assert sidecar["scope"] == scope
+    quotas = sidecar["quotas"]
+    if quota == "none":
+        assert quotas is None
+    else:
+        assert sum(row["asked"] for row in quotas) == 900
+        assert sum(row["kept"] for row in quotas) == sum(kept)
+        assert all(row["kept"] <= row["asked"] for row in quotas)
+
+
+@pytest.mark.parametrize(("budget", "message"), [("9e9tok", "asks for more than the"), ("4500tok", "embedding left")])
+def test_more_tokens_than_there_are_or_than_pruning_left_name_both(made: Project, budget: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        masks(made, budget=budget)
+
+
+def test_with_a_frozen_threshold_all_tokens_are_kept_and_the_shortfall_told(made: Project) -> None:
+    frozen = made.with_settings(**{"prune.threshold": "frozen", "select.budget": "4500tok"})
+    for name in ("pruned_documents", "e5_embeddings", "kmeans_clusters"):
+        frozen.stage(name, SNAPSHOT)
+    outcome = frozen.stage("datamask_masks", SNAPSHOT)
+    assert outcome.facts["tokens"] + outcome.facts["short_by"] == 4500
+    assert rows_of(outcome.published)["selected"].all()
+    assert not failed(outcome)
+
+
+STAGES_BEFORE = SNAPSHOT_STAGES[: SNAPSHOT_STAGES.index("kmeans_clusters") + 1]
+
+
+def small(project: Project, source: Path, **values: object) -> Project:
+    """Another source, nothing pruned, up to the clusters."""
+    changed = project.with_settings(**{"source.url": str(source), "prune.ratio": 0.0})
+    changed.stage("quality_calibration", "")
+    changed.stage("kmeans_centroids", "")
+    for name in STAGES_BEFORE:
+        changed.stage(name, "S")
+    return changed.with_settings(**{f"select.{name}": value for name, value in values.items()})
+
+
+def test_a_document_without_tokens_makes_a_token_budget_impossible(project: Project, tmp_path: Path) -> None:
+    write_shard(tmp_path, "S", "a", 3)
+    write_shard(tmp_path, "S", "b", 3, tokens=[5, None, 0])
+    with pytest.raises(SettingsError, match=r"of S, shard b, document 'S/b/1' has token_count None; .* mend"):
+        small(project, tmp_path, budget="5tok").stage("datamask_masks", "S")
+
+
+def test_a_domain_is_the_host_of_a_url_and_what_it_cannot_give_goes_to_the_others(
+    project: Project, tmp_path: Path
+) -> None:
+    urls = [f"https://WWW.a.org:80/{k}" for k in range(6)] + ["http://b.org"] * 2 + [None, "no url", "http://[", "x"]
+    write_shard(tmp_path, "S", "a", 12, urls=urls)
+    wanted = small(project, tmp_path, quota="domain", budget="50%")
+    outcome = wanted.stage("datamask_masks", "S")
+    told = {row["group"]: (row["asked"], row["kept"]) for row in outcome.facts["quotas"]}
+    assert told == {"": (2, 2), "b.org": (1, 1), "www.a.org": (3, 3)}
+    assert outcome.facts["redistributed"] == 0
+    # of what pruning took from the largest, the others get their part
+    pruned = rows_of(wanted.store.current("pruned_documents", "S"))
+    gone = dict.fromkeys(pruned["doc_id"].to_list()[:5], "non_finite")
+    publish_vectors(wanted, gone, "S")
+    again = wanted.stage("datamask_masks", "S")
+    told = {row["group"]: (row["asked"], row["kept"]) for row in again.facts["quotas"]}
+    assert told == {"": (2, 3), "b.org": (1, 2), "www.a.org": (3, 1)}
+    assert (again.facts["redistributed"], again.facts["kept"], again.facts["short_by"]) == (2, 6, 0)
+    assert not failed(again)
+    # no url column at all: one domain
+    table = pq.read_table(tmp_path / "data" / "S" / "a.parquet").drop_columns(["url"])
+    pq.write_table(table, tmp_path / "data" / "S" / "a.parquet")
+    for name in STAGES_BEFORE:
+        wanted.stage(name, "S")
+    assert wanted.stage("datamask_masks", "S").facts["quotas"] is None
+
+
+@pytest.mark.parametrize("split", [1000, 9])
+def test_near_duplicates_name_the_document_that_was_kept_and_how_alike_they_are(made: Project, split: int) -> None:
+    outcome = masks(made, solver="semdedup", split=split)
+    rows = rows_of(outcome.published)
+    ids, vectors, _ = pool_of(made)
+    place = {i: k for k, i in enumerate(ids)}
+    duplicates = rows.filter(pl.col("reason") == "near_duplicate")
+    assert len(duplicates) > 0
+    assert not duplicates["selected"].any()
+    for row in duplicates.to_dicts():
+        cosine = float(vectors[place[row["doc_id"]]] @ vectors[place[row["kept_id"]]])
+        assert row["similarity"] == pytest.approx(cosine, abs=1e-6)
+        assert rows["split"][place[row["doc_id"]]] == rows["split"][place[row["kept_id"]]]
+    rest = rows.filter(pl.col("reason").is_null())
+    assert rest["kept_id"].null_count() == rest["similarity"].null_count() == len(rest)
+    assert outcome.facts["kept"] == 7
+    made = made.with_settings(**{"select.solver": "semdedup", "select.split": split})
+    manifest = rows_of(made.stage("fineweb_mask_manifest", SNAPSHOT).published)
+    assert (manifest["reason"] == "near_duplicate").sum() == len(duplicates)
+
+
+@pytest.mark.parametrize(
+    ("solver", "objective"),
+    [
+        ("greedy", "facility_location"),
+        ("greedy", "pws=0.5,facility_location=0.5"),
+        ("conditional_gradient", "disf"),
+        ("certified", "disf_second_moment"),
+        ("policy_gradient", "pws=0.7,disf=0.3"),
+    ],
+)
+def test_other_objectives_are_kept_to_the_budget_and_valued_where_they_can_be(
+    made: Project, solver: str, objective: str
+) -> None:
+    one = masks(made, solver=solver, objective=objective, steps=20, compare_steps=0)
+    assert (one.facts["objective"], one.facts["kept"]) == (objective, 7)
+    assert set(one.facts["metrics"]) == {part.partition("=")[0] for part in objective.split(",")}
+    certificate = one.facts["certificate"]
+    assert (certificate["gap"] is None) == ("disf" in one.facts["metrics"])
+    if certificate["gap"] is None:
+        assert "no known bound" in certificate["reason"]
+    several = masks(made, solver=solver, objective=objective, steps=20, compare_steps=0, split=12)
+    assert several.facts["kept"] == 7
+    assert several.facts["value"] is several.facts["certificate"]["gap"] is None
+    assert several.facts["certificate"]["reason"].startswith(f"objective {objective} is valued within a split alone")
+    assert not failed(several)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5])
+def test_a_snapshot_as_one_pool_has_the_mask_of_its_one_split(made: Project, lam: float) -> None:
+    one = masks(made, scope="snapshot", **{"lambda": lam})
+    same = masks(made, compare_steps=0, **{"lambda": lam})
+    assert rows_of(one.published).equals(rows_of(same.published))
+    for name in ("value", "quality", "quality_raw", "diversity", "kept", "n", "pool"):
+        assert one.facts[name] == same.facts[name], name
+    for name in ("upper_bound", "gap", "baseline"):
+        assert one.facts["certificate"][name] == same.facts["certificate"][name], name
+    assert one.facts["certificate"]["feasible_set"]["scope"] == "snapshot"
+    assert same.facts["certificate"]["feasible_set"]["scope"] == "split"
 
 
 def publish_vectors(project: Project, change: dict[str, str], snapshot: str = SNAPSHOT) -> None:
