@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.project import Project, settings_for, write_labels, write_shard
+from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_labels, write_shard
 
 # what the user's shell says must not reach the tests, nor the tests the user's history of runs
 for _name in ("DAGSTER_HOME", "DATAMASK_CONFIG", "DATAMASK_SOURCE", "DATAMASK_ROOT"):
     os.environ.pop(_name, None)
 
+EMBEDDED = SNAPSHOT_STAGES[: SNAPSHOT_STAGES.index("kmeans_clusters") + 1]
 SNAPSHOTS = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")
 
 
@@ -36,6 +37,18 @@ def fitted_root(tmp_path_factory: pytest.TempPathFactory, small_source: Path, la
     root = tmp_path_factory.mktemp("fitted") / "root"
     Project(settings_for(small_source, root, labels)).fit_global()
     return root
+
+
+@pytest.fixture(scope="session")
+def embedded(tmp_path_factory: pytest.TempPathFactory, small_source: Path, fitted_root: Path, labels: Path) -> Project:
+    """Both snapshots of the small project up to their vectors and clusters. Copy it, never write into it."""
+    root = tmp_path_factory.mktemp("embedded") / "root"
+    shutil.copytree(fitted_root, root)
+    project = Project(settings_for(small_source, root, labels, "select.compare_steps=0", "select.scope=corpus"))
+    for snapshot in SNAPSHOTS:
+        for name in EMBEDDED:
+            project.stage(name, snapshot)
+    return project
 
 
 @pytest.fixture

@@ -146,6 +146,25 @@ class TestMaterialise:
         assert [row["snapshot"] for row in summary] == [SNAPSHOTS[1]]
         assert summary[0]["readable_rows"] == 65
 
+    def test_with_scope_corpus_all_are_embedded_then_solved_then_selected(
+        self, project: Project, tmp_path: Path, labels: Path, instance: dg.DagsterInstance
+    ) -> None:
+        source = tmp_path / "source"
+        shutil.copytree(project.settings.source.url, source)
+        write_shard(source, "CC-BAD", "000_00000", 2).write_bytes(b"")
+        settings = settings_for(source, project.store.root, labels, "select.scope=corpus", "select.compare_steps=0")
+        names = ["CC-BAD", *SNAPSHOTS]
+        runs = running.materialise(settings, Source(str(source)), names, instance)
+        assert [(run.name, run.success) for run in runs] == [
+            ("CC-BAD embed", False),
+            *((f"{snapshot} embed", True) for snapshot in SNAPSHOTS),
+            ("solve_corpus", True),
+            *((f"{snapshot} select", True) for snapshot in SNAPSHOTS),
+        ]
+        summary = running.summary(project.store, names)
+        assert [row["snapshot"] for row in summary] == list(SNAPSHOTS)
+        assert sum(row["kept"] for row in summary) == 13
+
     def test_a_failed_fit_runs_no_snapshot(
         self, small_source: Path, tmp_path: Path, labels: Path, instance: dg.DagsterInstance
     ) -> None:

@@ -88,6 +88,15 @@ def test_new_snapshots_become_partitions_and_one_run_each(daemon: Daemon) -> Non
         assert request.job_name == "full"
 
 
+def test_with_scope_corpus_snapshots_are_embedded_and_the_log_says_what_is_next(
+    settings: Settings, instance: dg.DagsterInstance, capfd: pytest.CaptureFixture[str]
+) -> None:
+    requests = Daemon(settings.replace({"select.scope": "corpus"}), instance).tick()
+    assert not isinstance(requests, str)
+    assert [request.job_name for request in requests] == ["embed", "embed"]
+    assert "solve_corpus and then select are next: the sensor new_embeddings" in capfd.readouterr().err
+
+
 def test_a_second_tick_has_nothing_to_do(daemon: Daemon) -> None:
     assert len(daemon.snapshots()) == 2
     cursor = daemon.cursor

@@ -11,7 +11,7 @@ import pytest
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.stages.base import Outcome
 from tests.conftest import SNAPSHOTS
-from tests.project import SNAPSHOT_STAGES, Project, settings_for, text_of
+from tests.project import Project, settings_for, text_of
 
 WILD = "WILD"
 
@@ -58,21 +58,6 @@ def finished(
     shutil.copytree(fitted_root, root)
     project = Project(settings_for(small_source, root, labels))
     return project, project.full(SNAPSHOTS[0])
-
-
-EMBEDDED = SNAPSHOT_STAGES[: SNAPSHOT_STAGES.index("kmeans_clusters") + 1]
-
-
-@pytest.fixture(scope="session")
-def embedded(tmp_path_factory: pytest.TempPathFactory, small_source: Path, fitted_root: Path, labels: Path) -> Project:
-    """Both snapshots of the small project up to their vectors and clusters. Copy it, never write into it."""
-    root = tmp_path_factory.mktemp("embedded") / "root"
-    shutil.copytree(fitted_root, root)
-    project = Project(settings_for(small_source, root, labels, "select.compare_steps=0", "select.scope=corpus"))
-    for snapshot in SNAPSHOTS:
-        for name in EMBEDDED:
-            project.stage(name, snapshot)
-    return project
 
 
 def _strings(values: list[bytes | None], kind: pa.DataType) -> pa.Array:
