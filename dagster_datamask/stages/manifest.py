@@ -50,7 +50,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
     stage = STAGES["fineweb_mask_manifest"]
     inputs = run.inputs(stage, snapshot)
     raw = inputs["raw_shards"]
-    foreign = _foreign_settings(run, snapshot, inputs)
+    foreign = foreign_settings(run, snapshot, inputs)
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
         whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
@@ -162,7 +162,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
     return table, rows, Counter(decisions.tolist())
 
 
-def _foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> list[str]:
+def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> list[str]:
     """What of the inputs was made under other settings or models than those of datamask.toml, in words."""
     lineage = {**inputs, **{name: run.store.current(name) for name in FITTED}}
     now = {name: published.fingerprint for name, published in lineage.items()}
