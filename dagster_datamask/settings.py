@@ -27,6 +27,7 @@ BUDGET_HELP = "a share of the documents ('10%'), a number of them ('5000') or of
 # the diversity metrics that a solver knows, and those that take a number of documents without quotas
 _KNOWS = {"certified": CONCAVE, "conditional_gradient": ("disf",), "dvrl": ("pws",)}
 _PLAIN = ("semdedup",)
+EXPORT_FORMATS = ("parquet", "webdataset", "jsonl.gz", "megatron")
 
 
 class SettingsError(ValueError):
@@ -255,7 +256,23 @@ class GroupMatesSettings(Section):
 
 
 class ExportSettings(Section):
-    pass
+    formats: list[str] = Field(
+        ["parquet"], description="parquet, which the card describes; beside it also: webdataset, jsonl.gz, megatron"
+    )
+    tokenizer: str = Field("", description="megatron's tokenizer: hub id, folder or package:<name> with tokenizer.json")
+    end_of_text: str = Field("", description="megatron: the token that closes a document, of that tokenizer")
+    license: str = Field("odc-by", description="licence of the source, as the Hugging Face hub names it")
+    source_name: str = Field("FineWeb", description="what the documents come from, for the card")
+    source_url: str = Field(
+        "https://huggingface.co/datasets/HuggingFaceFW/fineweb", description="where that is described"
+    )
+
+    @field_validator("formats")
+    @classmethod
+    def _known_formats(cls, value: list[str]) -> list[str]:
+        if "parquet" not in value or len(set(value)) < len(value) or not set(value) <= set(EXPORT_FORMATS):
+            raise ValueError(f"takes 'parquet' and any of {', '.join(EXPORT_FORMATS[1:])}, each once")
+        return value
 
 
 class ComputeSettings(Section):
@@ -335,6 +352,7 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
         "embed": {"max_tokens": 128},
         "cluster": {"sample": 400},
         "select": {"solver": "certified", "compare_steps": 300},
+        "export": {"license": "other", "source_name": "documentation of installed Python packages", "source_url": ""},
     },
 }
 

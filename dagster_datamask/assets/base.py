@@ -53,6 +53,18 @@ CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
         ("kept_equals_budget", True, "As many rows are kept as the budget asks for and the pool can give."),
     ),
     "fineweb_mask": (("rows_equal_kept", True, "As many rows were written as the manifest keeps."),),
+    "snapshot_report": (
+        ("made_under_these_settings", True, "The snapshot was selected under the settings and models now in force."),
+    ),
+    "selection_report": (
+        ("made_under_these_settings", True, "Every snapshot was selected under the settings now in force."),
+        ("every_snapshot_reported", False, "Every snapshot is selected and has a report of what is published now."),
+    ),
+    "dataset_card": (
+        ("reads_back_as_kept", True, "Every exported file, read again, holds what the manifest keeps and no more."),
+        ("made_under_these_settings", True, "Every snapshot was selected under the settings now in force."),
+        ("every_snapshot_exported", False, "Every snapshot that was begun is finished, and so in the export."),
+    ),
 }
 _EVERY_ASSET: tuple[_CheckSpec, ...] = (
     ("rows_accounted_for", True, "Every row that came in has exactly one outcome: readable rows = sum of decisions."),

@@ -35,4 +35,10 @@ solve_corpus = dg.define_asset_job(
     description="The masks of all embedded snapshots as one pool (select.scope = corpus).",
 )
 
-JOBS = [fit_global, score, embed, solve_corpus, select, full]
+export = dg.define_asset_job(
+    "export",
+    selection=["dataset_card"],
+    description="The kept documents of all finished snapshots as one folder for others, card and checksums included.",
+)
+
+JOBS = [fit_global, score, embed, solve_corpus, select, full, export]

@@ -32,6 +32,7 @@ _LOCATIONS = frozenset(
         "score.dclm_labels",
         "score.wiki_labels",
         "score.edu_labels",
+        "export.tokenizer",
     }
 )
 
@@ -301,6 +302,46 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "fineweb_mask_manifest"),
             "manifest",
             "The kept documents with all their columns and scores, as parquet.",
+        ),
+        Stage(
+            "snapshot_report",
+            "1",
+            (),
+            (
+                "raw_shards",
+                "pruned_documents",
+                "e5_embeddings",
+                "kmeans_clusters",
+                "datamask_masks",
+                "fineweb_mask_manifest",
+            ),
+            "reports",
+            "What was kept of the snapshot and why, as one page: figures, certificate, documents with their reasons.",
+        ),
+        Stage(
+            "selection_report",
+            "1",
+            (),
+            (),
+            "reports",
+            "All snapshots on one page: what each keeps, the corpus's figures, and what is missing or stale.",
+            partitioned=False,
+        ),
+        Stage(
+            "dataset_card",
+            "1",
+            (
+                "export.formats",
+                "export.tokenizer",
+                "export.end_of_text",
+                "export.license",
+                "export.source_name",
+                "export.source_url",
+            ),
+            (),
+            "export",
+            "The kept documents of all snapshots as one folder for others: data set card, checksums, ids, formats.",
+            partitioned=False,
         ),
     )
 }

@@ -26,6 +26,7 @@ def defs() -> dg.Definitions:
         ("full", SCORE | SELECT, True),
         ("embed", SCORE | {"e5_embeddings", "kmeans_clusters"}, True),
         ("solve_corpus", {"corpus_selection_state"}, False),
+        ("export", {"dataset_card"}, False),
     ],
 )
 def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned: bool) -> None:
@@ -36,4 +37,4 @@ def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned
 
 
 def test_every_asset_is_in_a_job() -> None:
-    assert set(STAGES) == GLOBAL | SCORE | SELECT | {"corpus_selection_state"}
+    assert set(STAGES) == GLOBAL | SCORE | SELECT | {"corpus_selection_state", "dataset_card"}

@@ -1,0 +1,21 @@
+"""The layout in which documents are handed on: `<folder>/<kind>/<snapshot>/<shard><ext>`, FineWeb's for kind = data.
+
+Here: paths made of names that somebody else chose, which must not lead out of the folder. What the files hold is
+their writers' matter.
+"""
+
+from pathlib import Path
+
+from dagster_datamask.shards.source import SNAPSHOT_KEY
+
+# as in FineWeb: a reader of some rows does not pay for many texts
+TEXT_GROUP_ROWS = 1000
+
+
+def laid_out(folder: Path, snapshot: str, shard: str, *, kind: str = "data", ext: str = ".parquet") -> Path:
+    """The file of a shard below `folder`. Raises ValueError for a name that is no name of one file or folder."""
+    if not SNAPSHOT_KEY.fullmatch(snapshot):
+        raise ValueError(f"snapshot {snapshot!r} cannot be a folder's name: use letters, digits, '.', '_' and '-' only")
+    if not shard or shard[0] in "._" or any(c in "/\\" or not c.isprintable() for c in shard):
+        raise ValueError(f"shard {shard!r} of {snapshot} cannot be a file's name; rename it")
+    return folder / kind / snapshot / f"{shard}{ext}"
