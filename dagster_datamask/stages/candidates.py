@@ -186,6 +186,12 @@ def plan_budget(select: SelectSettings, census: Census) -> Plan:
     )
 
 
+def tie_keys(snapshot: str | None, ids: pa.ChunkedArray) -> list[str]:
+    """The ids, unique among all snapshots where one is given."""
+    own: list[str] = ids.to_pylist()
+    return own if snapshot is None else [f"{snapshot}/{id_}" for id_ in own]
+
+
 def _of(census: Census) -> str:
     return census.name if census.name.startswith("the ") else f"snapshot {census.name}"
 
@@ -202,6 +208,10 @@ class Candidates:
         self.snapshot = snapshot
         self._inputs, self._select, self._source, self._scratch = inputs, select, source, scratch
         self.dimension: int = inputs["e5_embeddings"].facts["dimension"]
+
+    def keys(self, ids: pa.ChunkedArray) -> list[str]:
+        """The ids that ties go by. Rows without one of their own are named alike in every snapshot."""
+        return tie_keys(self.snapshot if self._select.scope == "corpus" else None, ids)
 
     @property
     def n(self) -> int:

@@ -29,7 +29,7 @@ from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, candidate_inputs, fingerprints, finish
-from dagster_datamask.stages.candidates import Candidates, Plan, plan_budget, together
+from dagster_datamask.stages.candidates import Candidates, Plan, plan_budget, tie_keys, together
 from dagster_datamask.stages.embeddings import vectors_of
 from dagster_datamask.stages.scores import SIDE_ROWS
 
@@ -117,8 +117,8 @@ def _finish(
         **worth,
         "kept": sum(entry["kept"] for entry in snapshots.values()),
         "n": sum(entry["n"] for entry in snapshots.values()),
-        "budget": sum(round_["budget"] for round_ in state["rounds"]),
-        "short_by": sum(round_["short_by"] for round_ in state["rounds"]),
+        "budget": (last["given"] or 0) + last["budget"],
+        "short_by": last["short_by"],
         "snapshots_solved": len(snapshots),
         "snapshots_new": sum(entry["round"] == last["id"] for entry in snapshots.values()),
         "rounds": len(state["rounds"]),
@@ -429,7 +429,7 @@ def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan) -> None:
         for table in candidates.batches(shard):
             budget = plan.budget(plan.amounts, table)
             quality = table["quality"].to_numpy()
-            yield Block(table["doc_id"].to_pylist(), quality, vectors_of(table), budget.costs, budget.groups)
+            yield Block(candidates.keys(table["doc_id"]), quality, vectors_of(table), budget.costs, budget.groups)
 
     for shard in candidates.shards:
         corpus.add(flat_name(candidates.snapshot, shard), partial(blocks, shard))
@@ -494,10 +494,10 @@ def points(trajectory: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def ranked(work: Path, shards: Sequence[str], scores: Reader) -> dict[str, np.ndarray]:
+def ranked(work: Path, shards: Sequence[str], scores: Reader, snapshot: str | None = None) -> dict[str, np.ndarray]:
     """{shard: int64[k]}, each document's place by score, 1 for the best, ties by the ids' hash; sorted on disk.
 
-    scores(shard) yields tables with `doc_id` and `score`.
+    scores(shard) yields tables with `doc_id` and `score`; snapshot: where ids are unique with it alone.
     """
     path, sizes = work / "order.parquet", []
     total = 0
@@ -506,7 +506,7 @@ def ranked(work: Path, shards: Sequence[str], scores: Reader) -> dict[str, np.nd
             before = total
             for table in scores(shard):
                 rows = np.arange(total, total + len(table))
-                ties = tie_hash(table["doc_id"].to_pylist())
+                ties = tie_hash(tie_keys(snapshot, table["doc_id"]))
                 writer.write(pa.table({"score": table["score"], "tie": ties, "row": rows}, schema=_ORDER))
                 total += len(table)
             sizes.append(total - before)

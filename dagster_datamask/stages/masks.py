@@ -183,7 +183,8 @@ def _write_one_pool(
 
     def read(shard: str) -> Iterator[pa.Table]:
         if not ranks:
-            ranks.update(corpus.ranked(generation.work, shards, scored))
+            tied_with = snapshot if run.settings.select.scope == "corpus" else None
+            ranks.update(corpus.ranked(generation.work, shards, scored, tied_with))
         at = 0
         for table in scored(shard):
             rows = len(table)

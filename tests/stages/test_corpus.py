@@ -21,8 +21,8 @@ from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.corpus import named, outdated_masks, ranked, unsolved
-from tests.conftest import SNAPSHOTS
-from tests.project import Project
+from tests.conftest import EMBEDDED, SNAPSHOTS
+from tests.project import Project, write_shard
 from tests.stages.conftest import copied, failed, rows_of, tree
 from tests.stages.test_masks import pool_of, publish_vectors
 
@@ -70,7 +70,12 @@ def in_memory(project: Project, snapshots: tuple[str, ...], size: int, given: Gi
         (facts["q_lo"], facts["q_hi"]),
         given=given,
     )
-    return solve(objective, size, solver="certified", ids=[i for ids, _, _ in pools for i in ids])
+    return solve(
+        objective,
+        size,
+        solver="certified",
+        ids=[f"{snapshot}/{i}" for snapshot, (ids, _, _) in zip(snapshots, pools, strict=True) for i in ids],
+    )
 
 
 def mask_of(outcome: Outcome, snapshots: tuple[str, ...]) -> tuple[list[int], list[float]]:
@@ -101,6 +106,23 @@ def test_the_mask_is_that_of_the_solver_in_memory_bit_for_bit(corpus: Project, l
     assert facts["certificate"]["upper_bound"] == expected.certificate.upper_bound
     assert facts["certificate"]["feasible_set"]["scope"] == "corpus"
     assert not failed(outcome)
+
+
+def test_documents_of_one_name_in_two_snapshots_are_two(corpus: Project, tmp_path: Path) -> None:
+    """Equal texts under equal names, in all: only the snapshot tells them apart."""
+    for snapshot in ("A", "B"):
+        write_shard(tmp_path, snapshot, "000", 5, ids=[None] * 5, texts=["the river carries cold water"] * 5)
+    both = corpus.with_settings(**{"source.url": str(tmp_path), "select.budget": "30%"})
+    for snapshot in SNAPSHOTS:
+        hide(corpus, snapshot)
+    for snapshot in ("A", "B"):
+        for name in EMBEDDED:
+            both.stage(name, snapshot)
+    outcome = solved(both)
+    assert outcome.facts["kept"] == len(mask_of(outcome, ("A", "B"))[0]) == 3
+    for snapshot in ("A", "B"):
+        rows = rows_of(both.stage("datamask_masks", snapshot).published)
+        assert set(rows.filter("selected")["rank"]) == set(range(1, rows["selected"].sum() + 1))
 
 
 def test_a_later_snapshot_is_chosen_beside_the_earlier_ones_whose_masks_stay(corpus: Project) -> None:
@@ -157,6 +179,8 @@ def test_a_snapshot_embedded_anew_is_solved_again_beside_the_others(corpus: Proj
         corpus.stage("datamask_masks", SECOND)
     again = solved(corpus)
     assert again.facts["snapshots_new"] == 1
+    kept_of_first = state(first)["snapshots"][FIRST]["kept"]
+    assert again.facts["budget"] == again.facts["kept"] == kept_of_first + 7
     assert mask_of(again, (FIRST,)) == mask_of(first, (FIRST,))
     assert sorted(state(again)["rounds"][1]["covers"]) == list(SNAPSHOTS)
     assert corpus.stage("datamask_masks", SECOND).published is not None
