@@ -5,7 +5,7 @@ Importing this needs no network, no GPU, no credentials and no models; they are 
 
 import dagster as dg
 
-from dagster_datamask.assets import documents, exports, globals, selection
+from dagster_datamask.assets import documents, exports, globals, reports, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import JOBS
@@ -34,6 +34,8 @@ ASSETS: tuple[StageAsset, ...] = (
     selection.datamask_masks,
     selection.fineweb_mask_manifest,
     selection.fineweb_mask,
+    reports.snapshot_report,
+    reports.selection_report,
     exports.dataset_card,
 )
 
@@ -42,7 +44,11 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
     """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
     return dg.Definitions(
         assets=[asset.build(settings) for asset in ASSETS],
-        asset_checks=[every_embedded_snapshot_solved(settings), exports.export_is_current(settings)],
+        asset_checks=[
+            every_embedded_snapshot_solved(settings),
+            exports.export_is_current(settings),
+            reports.report_is_current(settings),
+        ],
         jobs=JOBS,
         sensors=[
             build_new_shards(settings),

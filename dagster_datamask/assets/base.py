@@ -135,7 +135,7 @@ class StageAsset:
             partitions_def=partitions,
             code_version=code_version(stage, settings),
             owners=["team:datamask"],
-            kinds={"torch"} if stage.on_accelerator else {"parquet"},
+            kinds={"torch"} if stage.on_accelerator else {"html"} if stage.group == "reports" else {"parquet"},
             pool="gpu" if stage.on_accelerator else None,
             check_specs=_check_specs(stage),
         )(asset)
@@ -221,6 +221,8 @@ def _metadata(
         device = run.accelerator.describe()
         limit = f", at most {device['memory_limit_gb']} GB" if device["memory_limit_gb"] else ""
         metadata["accelerator"] = f"{device['device']} ({device['device_name']}), {device['dtype']}{limit}"
+    if published.ext == ".html":
+        metadata |= {"page": dg.MetadataValue.path(str(published.path(page))) for page in published.shards}
     metadata |= {
         "path": dg.MetadataValue.path(str(published.folder)),
         "fingerprint": published.fingerprint,

@@ -15,7 +15,7 @@ score = dg.define_asset_job("score", selection=list(_SCORE), description="Docume
 select = dg.define_asset_job(
     "select",
     selection=[name for name, stage in STAGES.items() if stage.partitioned and name not in _SCORE],
-    description="Embeddings, clusters, mask, manifest and the kept documents, from published scores.",
+    description="Embeddings, clusters, mask, manifest, the kept documents and the report, from published scores.",
 )
 full = dg.define_asset_job(
     "full",
@@ -35,10 +35,15 @@ solve_corpus = dg.define_asset_job(
     description="The masks of all embedded snapshots as one pool (select.scope = corpus).",
 )
 
+report = dg.define_asset_job(
+    "report",
+    selection=["selection_report"],
+    description="One page over all selected snapshots: figures, certificates, and what is missing or stale.",
+)
 export = dg.define_asset_job(
     "export",
     selection=["dataset_card"],
     description="The kept documents of all finished snapshots as one folder for others, card and checksums included.",
 )
 
-JOBS = [fit_global, score, embed, solve_corpus, select, full, export]
+JOBS = [fit_global, score, embed, solve_corpus, select, full, report, export]

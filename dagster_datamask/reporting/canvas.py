@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
 from dagster_datamask.reporting.tables import human
 
@@ -23,13 +24,16 @@ BOUND = "#000000"
 GREY = "#8C8C8C"
 DPI = 100
 SMALL = 8.5
+_SHADES = 128
 
 
-def canvas(title: str, panels: int = 1, size: tuple[float, float] | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure with `panels` axes in a row and its title on the left; `size` in inches."""
+def canvas(
+    title: str, panels: int = 1, size: tuple[float, float] | None = None, rows: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `panels` axes in `rows` rows and its title on the left; `size` in inches."""
     figure = Figure(figsize=size or (7.2 if panels == 2 else 6.4, 3.4), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    axes = [figure.add_subplot(rows, -(-panels // rows), i + 1) for i in range(panels)]
     figure.suptitle(textwrap.fill(title, 80 if panels == 1 else 92), x=0.01, ha="left", fontsize=10.5)
     for panel in axes:
         panel.spines[["top", "right"]].set_visible(False)
@@ -40,10 +44,13 @@ def canvas(title: str, panels: int = 1, size: tuple[float, float] | None = None)
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG without dates or versions: equal figures give equal bytes."""
+    """The figure as a PNG of few colours without dates or versions: small, and equal figures give equal bytes."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    # an event of Dagster's log, which is never pruned, carries every figure: a palette makes them a third
+    image = Image.open(drawn).convert("RGB").quantize(_SHADES, dither=Image.Dither.NONE)
     buffer = io.BytesIO()
-    # Matplotlib writes its version into the file unless told not to; the bytes would change with it.
-    figure.savefig(buffer, format="png", metadata={"Software": None})
+    image.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

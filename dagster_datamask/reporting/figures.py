@@ -2,8 +2,8 @@
 
 Here: numbers to pictures. Equal numbers give equal bytes (no date, no software version in the file, the font that
 Matplotlib ships), no global state is touched, and a figure stays under 60 kB so that a Dagster event that carries it in
-base64 stays small. Not here: computing the numbers, embedding the pictures (`tables`, `html`), and what a mask does to a
-pool (`selections`).
+base64 stays small. Not here: computing the numbers, embedding the pictures (`tables`, `html`), and what a mask does to
+a pool (`selections`).
 """
 
 import math

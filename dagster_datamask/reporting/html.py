@@ -1,15 +1,29 @@
-"""One page that needs nothing but itself: headings, Markdown, pictures inside.
+"""One page that needs nothing but itself: headings, Markdown, pictures and documents inside.
 
 Here: the page. Not here: the text and the pictures of its sections.
 """
 
 import base64
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 
 from markdown_it import MarkdownIt
 
-Section = tuple[str, str, bytes | None]
+
+@dataclass(frozen=True)
+class Card:
+    """A document on the page, as plain text: its id, what became of it, (name, value) facts, an excerpt, and the
+    document to compare it with: (what it is, its excerpt)."""
+
+    doc_id: str
+    verdict: str
+    facts: Sequence[tuple[str, str]]
+    excerpt: str
+    beside: tuple[str, str] | None = None
+
+
+Section = tuple[str, str, bytes | Sequence[Card] | None]
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -22,24 +36,34 @@ th, td { padding: .25rem .7rem; border-bottom: 1px solid #e3e3e3; white-space: n
 th { text-align: left; border-bottom: 2px solid #999; }
 code, pre { background: #f4f4f4; font-size: .88rem; } pre { padding: .7rem; overflow-x: auto; }
 nav ul { columns: 2; }
+article { border: 1px solid #ddd; border-left: 4px solid #0072B2; padding: .5rem .9rem; margin: .8rem 0; }
+article.beside { border-left-color: #999; background: #fafafa; margin: .6rem 0 .3rem; }
+article header { overflow-wrap: anywhere; } article b { margin-right: .6rem; }
+article dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .9rem; margin: .4rem 0;
+  font-size: .9rem; }
+article dt { color: #555; } article dd { margin: 0; overflow-wrap: anywhere; }
+blockquote { margin: .4rem 0; padding-left: .8rem; border-left: 3px solid #e3e3e3; font-size: .9rem;
+  overflow-wrap: anywhere; }
 """
 
 
 def self_contained_page(title: str, sections: Sequence[Section]) -> str:
-    """An HTML page from (heading, Markdown, PNG or None) sections, in order, with links to them at the top.
+    """An HTML page from (heading, Markdown, PNG or cards or None) sections, in order, with links to them at the top.
 
-    Raw HTML in the Markdown is shown as text, never run: documents and ids may end up in it. The page loads nothing
-    from anywhere, and equal sections give equal bytes.
+    Raw HTML in Markdown and cards is shown as text, never run: documents and ids may end up in it. The page loads
+    nothing from anywhere, and equal sections give equal bytes.
     """
     markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
     body: list[str] = []
     links: list[str] = []
-    for number, (heading, text, png) in enumerate(sections, 1):
+    for number, (heading, text, shown) in enumerate(sections, 1):
         links.append(f'<li><a href="#s{number}">{escape(heading)}</a></li>')
         body.append(f'<section id="s{number}">\n<h2>{escape(heading)}</h2>\n{markdown.render(text)}')
-        if png is not None:
-            data = base64.b64encode(png).decode("ascii")
+        if isinstance(shown, bytes):
+            data = base64.b64encode(shown).decode("ascii")
             body.append(f'<img src="data:image/png;base64,{data}" alt="{escape(heading, quote=True)}">')
+        else:
+            body.extend(_card(card) for card in shown or ())
         body.append("</section>")
     contents = f"<nav><ul>{''.join(links)}</ul></nav>\n" if len(sections) > 1 else ""
     return (
@@ -47,4 +71,19 @@ def self_contained_page(title: str, sections: Sequence[Section]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{contents}" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _card(card: Card) -> str:
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in card.facts)
+    beside = ""
+    if card.beside is not None:
+        what, excerpt = card.beside
+        beside = (
+            f'\n<article class="beside"><header>{escape(what)}</header>\n'
+            f"<blockquote>{escape(excerpt)}</blockquote></article>"
+        )
+    return (
+        f"<article><header><b>{escape(card.verdict)}</b> {escape(card.doc_id)}</header>\n<dl>{facts}</dl>\n"
+        f"<blockquote>{escape(card.excerpt)}</blockquote>{beside}</article>"
     )
