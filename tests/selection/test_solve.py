@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dagster_datamask.selection.budgets import Budget
 from dagster_datamask.selection.certified import CertifiedOptions
@@ -288,3 +290,43 @@ def test_bad_vectors_stop_every_solver_at_once(solver: str, bad: float) -> None:
     z[7] = bad
     with pytest.raises(BadInput, match=r"'doc-7' \(row 7\)"):
         run(QualityDiversity(z, np.arange(20.0), 0.5, "per_pool"), 5, solver)
+
+
+@given(
+    solver=st.sampled_from(list(SOLVERS)),
+    metric=st.sampled_from(["pws", "facility_location", "disf", "disf_second_moment"]),
+    kind=st.sampled_from(["isotropic", "opposite", "duplicates", "one vector", "half precision"]),
+    level=st.booleans(),
+    n=st.integers(0, 14),
+    data=st.data(),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_comes_in_the_budget_is_met_exactly_or_the_reason_told(
+    solver: str, metric: str, kind: str, level: bool, n: int, data: st.DataObject, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    z = vectors(rng, n, 3)
+    if kind == "opposite":
+        z = np.where(np.arange(n)[:, None] % 2, 1.0, -1.0) * np.abs(z)
+    elif kind == "duplicates":
+        z = z[rng.integers(0, max(1, n // 3), n)] if n else z
+    elif kind == "one vector":
+        z = np.ones((n, 3))
+    elif kind == "half precision":
+        z = z.astype(np.float16)
+    quality = np.full(n, 2.0) if level else rng.uniform(0, 15, n)
+    f = QualityDiversity(z, quality, 0.3, "per_pool", diversity={metric: 1.0})
+    size = data.draw(st.integers(0, n))
+    try:
+        found = solve(f, size, solver=solver, ids=ids_of(n), options=OPTIONS.get(solver))
+    except ValueError as error:
+        # a solver that does not know the metric says so, and nothing else stops any of them
+        assert metric != "pws" or solver == "conditional_gradient"
+        assert metric in str(error)
+        return
+    assert found.indices.size == np.unique(found.indices).size == size
+    assert size == 0 or (found.indices.min() >= 0 and found.indices.max() < n)
+    assert np.isfinite(found.scores).all()
+    assert found.value == pytest.approx(worth(f, found.indices.tolist()) if size else 0.0, abs=1e-8)
+    assert found.certificate.gap is None or found.certificate.gap >= 0
