@@ -48,11 +48,11 @@ def main() -> None:
 def _one_line_errors() -> Iterator[None]:
     """Turn errors of input into one line on stderr and exit code 2."""
     from dagster_datamask.demo.layout import ExportError
-    from dagster_datamask.stages.base import PERMANENT
+    from dagster_datamask.failures import EXPECTED
 
     try:
         yield
-    except (*PERMANENT, ExportError, OSError) as error:
+    except (*EXPECTED, ExportError, OSError) as error:
         _err.print(f"datamask: {_in_one_line(error)}", style="red", highlight=False, soft_wrap=True, markup=False)
         raise typer.Exit(2) from error
 
@@ -182,7 +182,7 @@ def demo(
             return
         settings = load_settings(_demo_config(folder), given, env={})
         result = _run(settings, [], None, False)
-        result["report"] = str(_write_report(folder, settings, result)) if result["snapshots"] else None
+        result["report"] = _report(settings) if result["snapshots"] else None
     _print(result, as_json, lambda: _show_demo(result))
     if any(not r["success"] for r in result["runs"]):
         raise typer.Exit(1)
@@ -194,18 +194,20 @@ def _demo_config(folder: Path) -> Path:
     return beside if beside.exists() else Path(os.devnull)
 
 
-def _write_report(folder: Path, settings: Settings, result: dict[str, Any]) -> Path:
-    from dagster_datamask.reporting.html import self_contained_page
-    from dagster_datamask.shards.generations import Store
-    from dagster_datamask.shards.writer import atomic
-    from dagster_datamask.stages.report import sections
+def _report(settings: Settings) -> str | None:
+    """The page over all snapshots, made by the job report; None where it failed."""
+    import dagster as dg
 
-    path = folder / "report.html"
-    names = [row["snapshot"] for row in result["snapshots"]]
-    page = self_contained_page("What DataMask kept", sections(Store(Path(settings.storage.root)), names))
-    with atomic(path) as temp:
-        temp.write_text(page, "utf-8")
-    return path
+    from dagster_datamask import running
+    from dagster_datamask.shards.generations import Store
+
+    with dg.DagsterInstance.from_config(str(running.dagster_home())) as instance:
+        done = running.report_all(settings, instance)
+    if not done.success:
+        _err.print(f"report failed: {done.failure}", style="red", highlight=False, soft_wrap=True, markup=False)
+        return None
+    published = Store(Path(settings.storage.root)).current("selection_report")
+    return str(published.path(published.shards[0]))
 
 
 def _show_demo(result: dict[str, Any]) -> None:
@@ -471,6 +473,86 @@ def _show_diff(result: dict[str, Any]) -> None:
         _out.print(diff_table(shown, f"{changed:,} documents decided differently{rest}"))
     if result["out"]:
         say(f"written: {result['out']}")
+
+
+@app.command()
+def apply(
+    manifest: Annotated[Path, typer.Argument(help="Exported folder, its ids, or a generation of manifests.")],
+    source: Annotated[str, typer.Argument(help="Folder or URL with data/<snapshot>/*.parquet: what you hold.")],
+    out: Annotated[Path, typer.Option(help="Folder for the kept documents, in the source's layout.")],
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="Write what is there where the source lacks documents.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """The kept documents of a source, by their ids."""
+    from dagster_datamask.shards.source import Source
+    from dagster_datamask.stages.apply import apply_manifest
+
+    def told(text: str) -> None:
+        _err.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    with _one_line_errors():
+        result = apply_manifest(manifest, Source(source), out, allow_missing=allow_missing, log=told)
+    _print(result, as_json, lambda: _show_applied(result))
+    if result["missing"] and not allow_missing:
+        told(
+            f"{result['missing']:,} documents are not in {source}, so none is written; --allow-missing writes the rest"
+        )
+        raise typer.Exit(1)
+
+
+def _show_applied(result: dict[str, Any]) -> None:
+    def say(text: str) -> None:
+        _out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{result['rows']:,} documents of {result['wanted']:,} written to {result['out']}")
+    for what in ("missing", "duplicates"):
+        if result[what]:
+            first = result[f"{what}_named"][0]
+            say(f"{what}: {result[what]:,}, all in {what}.parquet; the first: {first['doc_id']} of {first['snapshot']}")
+    for shard, why in result["unreadable_shards"].items():
+        say(f"unreadable: {shard} {why}")
+    if result["by_place"]:
+        say(f"{result['by_place']:,} documents have no id and were found by shard and row alone")
+
+
+_SHOWN_ROWS = 50
+
+
+@app.command()
+def sql(
+    query: Annotated[str | None, typer.Argument(help="One SELECT; without it, the views and their columns.")] = None,
+    root: Annotated[str | None, typer.Option(help="Folder of the results.")] = None,
+    config: Config = None,
+    set_: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Ask DuckDB about what is published: manifest, masks, scores, clusters, embeddings, kept documents."""
+    from dagster_datamask.resources.storage import StorageResource
+    from dagster_datamask.stages.sql import query as ask
+
+    with _one_line_errors():
+        store = StorageResource.from_settings(_settings(config, set_, storage__root=root)).store()
+        answer = ask(store, query, None if as_json or query is None else _SHOWN_ROWS)
+    result = {"columns": answer.columns, "rows": answer.rows}
+    _print(result, as_json, lambda: _show_rows(result, answer.count))
+
+
+def _show_rows(result: dict[str, Any], count: int) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in result["columns"]:
+        table.add_column(Text(name), overflow="fold")
+    for row in result["rows"]:
+        table.add_row(*(Text("" if value is None else str(value)) for value in row))
+    _out.print(table)
+    shown = len(result["rows"])
+    _out.print(
+        f"{count:,} rows" + ("" if shown == count else f", the first {shown}; --json prints all"), highlight=False
+    )
 
 
 @app.command()
