@@ -81,11 +81,14 @@ def page_block(pages: Documents, number: int) -> Documents:
 
 def page_like(pages: Documents, n: int) -> Documents:
     """n documents like the web pages, float16."""
-    blocks = [page_block(pages, k) for k in range(-(-n // len(pages.ids)))]
-    joined = Documents(
+    return joined([page_block(pages, k) for k in range(-(-n // len(pages.ids)))]).head(n)
+
+
+def joined(blocks: list[Documents]) -> Documents:
+    whole = Documents(
         blocks[0].name,
         [id_ for block in blocks for id_ in block.ids],
         np.concatenate([block.embeddings for block in blocks]),
         np.concatenate([block.quality for block in blocks]),
     )
-    return joined.head(n)
+    return whole.head(len(whole.ids))

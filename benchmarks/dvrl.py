@@ -9,7 +9,7 @@ from dagster_datamask.selection.solve import Options, Selection, solve
 
 def dvrl(full: bool) -> list[Row]:
     documents = synthetic(20_000)
-    return [row for lam in (0.1, 0.5) for row in compare(documents, lam, PolicyGradientOptions(steps=1_000), None)]
+    return [row for lam in (0.1, 0.5) for row in compare(documents, lam, PolicyGradientOptions(steps=1_500), None)]
 
 
 def compare(documents: Documents, lam: float, masks: Options, network: Options | None) -> list[Row]:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.documents import KEEP, Documents, synthetic
-from benchmarks.measure import Row, at_least, at_most, machine, show
+from benchmarks.measure import Row, against, at_least, at_most, machine, show
 from benchmarks.selection import keep
 from dagster_datamask.accelerator import Accelerator, resolve
 from dagster_datamask.selection.objectives import QualityDiversity
@@ -36,30 +36,35 @@ def on_device(documents: Documents, device: Accelerator, steps: int = 10_000) ->
     find(small, "policy_gradient", device, steps=100)
     find(small, "certified", device)
     torch.cuda.reset_peak_memory_stats(device.device)
-    best = find(documents, "certified", device)
+    runs = [find(documents, "certified", device) for _ in range(3)]
     held = torch.cuda.max_memory_allocated(device.device)
     learned = find(documents, "policy_gradient", device, steps)
     on_cpu = find(documents, "certified", Accelerator())
+    best = runs[0]
     what = f"{documents.name}, λ = {LAM:g}:"
     facts = {
-        "steps": steps,
-        "certified": best.summary(),
+        "certified": [run.summary() for run in runs],
         "policy_gradient": learned.summary(),
         "certified_on_cpu": on_cpu.summary(),
     }
     return [
         at_most(f"{what} policy gradient, {steps:,} steps, whole", learned.seconds, 60.0, unit="s", facts=facts),
         at_least(f"{what} policy gradient, share of the achievable gain", learned.certificate.share, 0.98, digits=5),
-        at_most(f"{what} certified, search", best.solver_seconds, 1.0, unit="s"),
-        Row(f"{what} certified, whole (on the CPU: {on_cpu.seconds:.2f} s)", best.seconds, unit="s"),
+        at_most(f"{what} certified, upload and search", min(run.solver_seconds for run in runs), 1.0, unit="s"),
+        against(f"{what} certified, whole, the CPU's", min(run.seconds for run in runs), on_cpu.seconds, unit="s"),
         # a solver that leaves the device alone holds nothing there
-        at_least(f"{what} certified, vectors held on the device", held / documents.embeddings.nbytes, 0.5),
+        at_least(f"{what} certified, device memory / embeddings", held / documents.embeddings.nbytes, 1.0),
         at_most(f"{what} certified, gap", best.certificate.gap, 1e-6),
         at_most(f"{what} certified, |value − the CPU's|", abs(best.value - on_cpu.value), 1e-6),
         at_most(
-            f"{what} policy gradient, value − the certified bound on the CPU",
-            learned.value - on_cpu.certificate.upper_bound,
+            f"{what} certified, |bound − the CPU's|",
+            abs(best.certificate.upper_bound - on_cpu.certificate.upper_bound),
             1e-6,
+        ),
+        at_most(
+            f"{what} policy gradient, value − the CPU's certified bound",
+            learned.value - on_cpu.certificate.upper_bound,
+            0.0,
         ),
     ]
 

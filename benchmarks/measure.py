@@ -115,7 +115,8 @@ def in_child(case: str, **arguments: Any) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _measured(case: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def measured(case: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What `in_child` returns, of this process."""
     module, function = case.split(":")
     work = getattr(importlib.import_module(module), function)(**arguments)
     # makes what is held now the peak
@@ -161,4 +162,4 @@ def _shown(value: float | str | None, row: Row) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measured(sys.argv[1], json.loads(sys.argv[2]))))
+    print(json.dumps(measured(sys.argv[1], json.loads(sys.argv[2]))))
