@@ -17,7 +17,7 @@ import dagster as dg
 import numpy as np
 
 from dagster_datamask.definitions import build_definitions
-from dagster_datamask.jobs import embed, fit_global, full, select, solve_corpus
+from dagster_datamask.jobs import embed, fit_global, full, report, select, solve_corpus
 from dagster_datamask.keyed import hash64
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.scoring.encoders import ENCODERS
@@ -132,6 +132,11 @@ def materialise(
         for snapshot in embedded:
             execute(select.name, snapshot)
     return runs
+
+
+def report_all(settings: Settings, instance: dg.DagsterInstance) -> SnapshotRun:
+    """Run the job `report`: one page over all snapshots that are selected."""
+    return _execute(build_definitions(settings), report.name, None, instance)
 
 
 def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.DagsterInstance) -> SnapshotRun:
