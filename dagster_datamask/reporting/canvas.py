@@ -24,7 +24,7 @@ BOUND = "#000000"
 GREY = "#8C8C8C"
 DPI = 100
 SMALL = 8.5
-_SHADES = 128
+_SHADES = 64
 
 
 def canvas(

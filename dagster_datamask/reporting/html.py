@@ -13,11 +13,12 @@ from markdown_it import MarkdownIt
 
 @dataclass(frozen=True)
 class Card:
-    """A document on the page, as plain text: its id, what became of it, (name, value) facts, an excerpt, and the
-    document to compare it with: (what it is, its excerpt)."""
+    """A document on the page, as plain text: its id, what became of it and whether that is good news, (name, value)
+    facts, an excerpt, and the document to compare it with: (what it is, its excerpt)."""
 
     doc_id: str
     verdict: str
+    good: bool
     facts: Sequence[tuple[str, str]]
     excerpt: str
     beside: tuple[str, str] | None = None
@@ -37,6 +38,7 @@ th { text-align: left; border-bottom: 2px solid #999; }
 code, pre { background: #f4f4f4; font-size: .88rem; } pre { padding: .7rem; overflow-x: auto; }
 nav ul { columns: 2; }
 article { border: 1px solid #ddd; border-left: 4px solid #0072B2; padding: .5rem .9rem; margin: .8rem 0; }
+article.bad { border-left-color: #D55E00; }
 article.beside { border-left-color: #999; background: #fafafa; margin: .6rem 0 .3rem; }
 article header { overflow-wrap: anywhere; } article b { margin-right: .6rem; }
 article dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .9rem; margin: .4rem 0;
@@ -84,6 +86,7 @@ def _card(card: Card) -> str:
             f"<blockquote>{escape(excerpt)}</blockquote></article>"
         )
     return (
-        f"<article><header><b>{escape(card.verdict)}</b> {escape(card.doc_id)}</header>\n<dl>{facts}</dl>\n"
+        f'<article class="{"good" if card.good else "bad"}"><header><b>{escape(card.verdict)}</b> {escape(card.doc_id)}'
+        f"</header>\n<dl>{facts}</dl>\n"
         f"<blockquote>{escape(card.excerpt)}</blockquote>{beside}</article>"
     )

@@ -164,9 +164,9 @@ def selections_map_figure(places: np.ndarray | None, masks: Mapping[str, np.ndar
         axes.set_yticks([])
         axes.spines[["left", "bottom"]].set_color("#CCCCCC")
         rest, size = ~mask, max(3.0, min(14.0, 5000 / every))
-        axes.scatter(*places[rest].T, s=0.6 * size, color="#D4D4D4", lw=0)
+        axes.scatter(places[rest, 0], places[rest, 1], s=0.6 * size, color="#D4D4D4", lw=0)
         colour = "#5A5A5A" if mask.all() else COLOURS[(i - 1) % len(COLOURS)]
-        axes.scatter(*places[mask].T, s=size, color=colour, lw=0)
+        axes.scatter(places[mask, 0], places[mask, 1], s=size, color=colour, lw=0)
         axes.set_title(f"{name}: {documents(int(mask.sum()))}", fontsize=9.5, loc="left")
     for axes in panels[len(masks) :]:
         say(axes, "")

@@ -110,7 +110,6 @@ def _make(
     places = {(row["shard"], row["row"]) for row in (*kept, *dropped, *nearest.values())}
     texts = excerpts(source, raw, places)
     cut = cut_of(inputs, gathered.kept_of_split)
-    towards = numbers.vectors["kept"] / max(1, numbers.groups["kept"].documents)
     sections = [
         in_short(snapshot, numbers),
         ("How good the mask is", _certificate(inputs["datamask_masks"]), None),
@@ -119,13 +118,13 @@ def _make(
             f"{len(kept)} kept documents",
             "Chosen by the hash of their ids, not by hand, and each beside the kept document that is nearest to it. "
             "Where the two say the same, the mask could have done without one of them.",
-            cards(kept, nearest, texts, cut, towards),
+            cards(kept, nearest, texts, cut, numbers),
         ),
         (
             f"{len(dropped)} dropped documents",
             "Chosen in the same way, some of every decision there is. The kept document beside each stands for what "
             "is not lost by dropping it: the nearer it is, the less is.",
-            cards(dropped, nearest, texts, cut, towards),
+            cards(dropped, nearest, texts, cut, numbers),
         ),
         ("What it was made from", made_from(manifest), None),
     ]

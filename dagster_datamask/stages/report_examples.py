@@ -22,6 +22,7 @@ from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.schemas import DECISIONS
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
+from dagster_datamask.stages.report_numbers import Numbers
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 SHOWN = 20
@@ -128,8 +129,8 @@ def excerpts(source: Source, raw: Published, places: Iterable[Place]) -> dict[Pl
     """{(shard, row): the first characters of its text}, reading only the row groups that hold them."""
     reader = DocumentReader(source, raw)
     wanted: dict[str, set[int]] = defaultdict(set)
-    for shard, row in places:
-        wanted[shard].add(row)
+    for name, row in places:
+        wanted[name].add(row)
     texts: dict[Place, str] = {}
     for name, rows in sorted(wanted.items()):
         shard = reader.shard(name)
@@ -161,24 +162,28 @@ def cards(
     nearest: Mapping[str, dict[str, Any]],
     texts: Mapping[Place, str],
     cut: Cut,
-    towards: np.ndarray,
+    numbers: Numbers,
 ) -> list[Card]:
-    """The documents as cards. towards: float64[d], the mean of ẑ over what is kept."""
+    """The documents as cards, each compared with what is kept on average."""
+    kept = numbers.groups["kept"]
+    towards = numbers.vectors["kept"] / max(1, kept.documents)
+    usual = f"; kept documents: {float(towards @ towards):.3f} on average" if kept.documents else ""
     made = []
     for row in rows:
         other = nearest.get(row["doc_id"])
         facts = [
             ("decided by", row["stage"] + (f": {row['reason'].replace('_', ' ')}" if row["reason"] else "")),
-            ("scores", _scores(row)),
+            ("scores", _scores(row, kept.mean_quality)),
             ("the cut", _from_the_cut(row, cut)),
         ]
         if row["embedding"] is not None:
             cosine = float(_unit(np.array([row["embedding"]], np.float64))[0] @ towards)
-            facts.append(("likeness", f"mean cosine with what is kept {cosine:.3f}; cluster {row['cluster']}"))
+            facts.append(("likeness", f"mean cosine with what is kept {cosine:.3f}{usual}"))
         if row["kept_id"] is not None:
             facts.append(("kept instead", f"{row['kept_id']}, cosine {row['similarity']:.3f}"))
-        if row["token_count"] is not None:
-            facts.append(("tokens", f"{row['token_count']:,}"))
+        sizes = [f"{row['token_count']:,} tokens"] if row["token_count"] is not None else []
+        sizes += [f"cluster {row['cluster']}"] if row["cluster"] is not None else []
+        facts.append(("document", ", ".join(sizes)))
         beside = None
         if other is not None:
             what = (
@@ -187,15 +192,17 @@ def cards(
             )
             beside = (what, texts[other["shard"], other["row"]])
         told = [(name, text) for name, text in facts if text]
-        made.append(Card(row["doc_id"], _WORDS[row["decision"]], told, texts[row["shard"], row["row"]], beside))
+        excerpt, decision = texts[row["shard"], row["row"]], row["decision"]
+        made.append(Card(row["doc_id"], _WORDS[decision], decision == "kept", told, excerpt, beside))
     return made
 
 
-def _scores(row: Mapping[str, Any]) -> str:
+def _scores(row: Mapping[str, Any], usual: float | None) -> str:
     if row["quality"] is None:
         return ""
     parts = ", ".join(f"{name} {row[key]:.3f}" for name, key in (("DCLM", "dclm"), ("Edu", "edu"), ("Wiki", "wiki")))
-    return f"quality {row['quality']:.2f} of 15 ({parts})"
+    kept = "" if usual is None else f"; kept documents: {usual:.2f} on average"
+    return f"quality {row['quality']:.2f} of 15 ({parts}){kept}"
 
 
 def _from_the_cut(row: Mapping[str, Any], cut: Cut) -> str:

@@ -8,6 +8,7 @@ shows one by one (`report_examples`), and the page (`report_pages`).
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class Numbers:
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> "Numbers":
         groups = {
-            name: Group(**{key: np.array(v, np.int64) if isinstance(v, list) else v for key, v in group.items()})
+            name: Group(**group | {key: np.array(group[key], np.int64) for key in ("quality", "lengths")})
             for name, group in told["groups"].items()
         }
         sums = {name: np.array(total) for name, total in told["vectors"].items()}
@@ -290,8 +291,12 @@ def merged(samples: Iterable[pa.Table]) -> pa.Table | None:
     """The sample of several snapshots together."""
     least = Least(SAMPLE)
     for table in samples:
-        least.offer(table["key"].to_numpy(), np.arange(len(table)), lambda at, table=table: table.take(pa.array(at)))
+        least.offer(table["key"].to_numpy(), np.arange(len(table)), partial(_taken, table))
     return least.rows()
+
+
+def _taken(table: pa.Table, positions: np.ndarray) -> pa.Table:
+    return table.take(pa.array(positions))
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,9 @@ def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figur
         {
             "mask": row["name"],
             "documents": row["documents"],
-            "mean quality": row["quality"],
-            "mean cosine": row["cosine"],
-            "mean tokens": row["tokens"],
+            "mean quality": _rounded(row["quality"]),
+            "mean cosine": _rounded(row["cosine"], 4),
+            "mean tokens": _rounded(row["tokens"], 1),
         }
         for row in found.worth()
     ]
@@ -216,8 +216,8 @@ def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figur
             "A map of the documents",
             f"t-SNE of the embeddings of {sample}: neighbours say similar things, distances between far groups mean "
             f"little. In colour is what a selection keeps. Look for regions that {QUALITY} crowds and for those that "
-            f"it leaves empty; {DIVERSITY} takes from the edges, where documents are unlike the rest. Where {JOINT} has "
-            f"colour in a region that {QUALITY} leaves, diversity has brought it in. {solved}",
+            f"it leaves empty; {DIVERSITY} takes from the edges, where documents are unlike the rest. Where {JOINT} "
+            f"has colour in a region that {QUALITY} leaves, diversity has brought it in. {solved}",
             selections_map_figure(found.places, shown, f"{what}: which regions each selection reaches"),
         ),
         Figure(
@@ -254,7 +254,7 @@ def _lengths(what: str, numbers: Numbers) -> Figure:
             "documents": _NAMES[name],
             "number": group.documents,
             "tokens": group.tokens,
-            "mean tokens": group.mean_tokens,
+            "mean tokens": _rounded(group.mean_tokens, 1),
             "without a count": group.uncounted,
         }
         for name, group in groups.items()
@@ -290,3 +290,7 @@ def _hosts(what: str, numbers: Numbers, hosts: Sequence[Mapping[str, Any]], coun
         f"nothing of it is kept.{say} Topics are left out: the documents carry no labels of them.",
         hosts_figure(rows, f"{what}: the largest hosts"),
     )
+
+
+def _rounded(number: float | None, digits: int = 3) -> float | None:
+    return None if number is None else round(number, digits)

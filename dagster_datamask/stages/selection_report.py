@@ -244,11 +244,11 @@ def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> st
                 "n": facts["n"],
                 "kept": facts["kept"],
                 "tokens": facts["tokens_kept"],
-                "quality": facts["quality_raw"],
-                "cosine": numbers[name].cosine("kept") if name in numbers else None,
-                "value": facts["value"],
-                "gap": None if facts["gap"] is None else f"{facts['gap']:.1e}",
-                "share of gain": None if facts["share"] is None else f"{100 * facts['share']:.2f} %",
+                "quality": _number(facts["quality_raw"], ".2f"),
+                "cosine": _number(numbers[name].cosine("kept") if name in numbers else None, ".3f"),
+                "value": _number(facts["value"], ".6f"),
+                "gap": _number(facts["gap"], ".1e"),
+                "share of gain": _number(facts["share"], ".2%"),
             }
         )
     return (
@@ -256,6 +256,10 @@ def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> st
         "documents; `value`, `gap` and `share of gain` are the certificate's, explained below. Each name leads to the "
         "snapshot's own page, with the documents themselves.\n\n" + markdown_table(rows, list(rows[0]))
     )
+
+
+def _number(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
 
 
 def _waiting(waiting: Mapping[str, str], left_out: list[str]) -> str:
