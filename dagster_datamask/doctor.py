@@ -1,7 +1,12 @@
-"""`datamask doctor`: what is installed, which device there is, and what can be reached, each in one row."""
+"""`datamask doctor`: what is installed, which device there is, and what can be reached, each in one row.
+
+raw_shards shows the same rows for the machine that made it.
+"""
 
 import importlib.metadata
+import os
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +33,24 @@ _PACKAGES = (
 )
 
 
-def examine(settings: Settings) -> dict[str, Any]:
-    """{"checks": [{what, state: ok | missing | note, detail}]}; looks, and changes nothing."""
+# said wherever it is unset: by the doctor, the sensors' ticks and every run of raw_shards
+HOME_UNSET = (
+    "DAGSTER_HOME is not set: when Dagster stops, the history of runs, checks and backfills, the sensors' cursors and "
+    "the partitions are lost, so that every snapshot is asked for again (what is published stays); set it to a folder, "
+    "or use `make dev`"
+)
+
+
+def home_unset() -> bool:
+    """Whether this process has no DAGSTER_HOME to keep its history in."""
+    return not os.environ.get("DAGSTER_HOME")
+
+
+def examine(settings: Settings, models: bool = True) -> dict[str, Any]:
+    """{"checks": [{what, state: ok | missing | note, detail}]}; looks, and changes nothing but the hub's cache.
+
+    models: whether to look the models up, which may take a download; if not, their references are told.
+    """
     checks = [_row("dagster-datamask", "ok", f"{__version__}, Python {platform.python_version()}")]
     for package in _PACKAGES:
         try:
@@ -41,14 +62,25 @@ def examine(settings: Settings) -> dict[str, Any]:
         checks.append(_row("accelerator", "ok", f"{device.device} ({device.name}), {device.dtype}"))
     except AcceleratorUnavailable as error:
         checks.append(_row("accelerator", "missing", str(error)))
-    checks += [_model(settings, name) for name in ("encoder", *PARTS)]
+    look_up = _model if models else _named
+    checks += [look_up(settings, name) for name in ("encoder", *PARTS)]
     checks.append(_source(settings))
     checks.append(_root(settings))
+    home = _row("DAGSTER_HOME", "note", HOME_UNSET) if home_unset() else _row("DAGSTER_HOME", "ok", _home())
+    checks.append(home)
     return {"checks": checks}
 
 
 def _row(what: str, state: str, detail: str) -> dict[str, str]:
     return {"what": what, "state": state, "detail": detail}
+
+
+def _home() -> str:
+    return str(Path(os.environ["DAGSTER_HOME"]).resolve())
+
+
+def _named(settings: Settings, name: str) -> dict[str, str]:
+    return _row(f"models.{name}", "note", f"{settings.get(f'models.{name}')}, looked up by the stage that loads it")
 
 
 def _model(settings: Settings, name: str) -> dict[str, str]:
@@ -81,5 +113,8 @@ def _root(settings: Settings) -> dict[str, str]:
     if "://" in settings.storage.root:
         return _row("storage.root", "missing", f"{settings.storage.root} is a URL; give a folder")
     if root.exists():
-        return _row("storage.root", "ok", str(root))
+        if not os.access(root, os.W_OK):
+            return _row("storage.root", "missing", f"{root} cannot be written; grant the right, or set another root")
+        free = shutil.disk_usage(root).free
+        return _row("storage.root", "ok", f"{root}, {free / 1e9:,.1f} GB free")
     return _row("storage.root", "note", f"{root} will be made by the first run")

@@ -15,6 +15,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dagster_datamask.failures import KIND, PERMANENT, TRANSIENT, is_transient, shard_of, told
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.reporting.tables import png_markdown
@@ -26,9 +27,13 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import peak_memory_mb
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import PERMANENT, STAGES, Outcome, Run, Stage
+from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage
 
 Compute = Callable[[Run, Source, str], Outcome]
+
+# hubs and stores that are busy ask for patience, and for not being asked by all at the same moment: about 10, 30 and
+# 70 s apart
+RETRIES = dg.RetryPolicy(max_retries=3, delay=10, backoff=dg.Backoff.EXPONENTIAL, jitter=dg.Jitter.PLUS_MINUS)
 
 # name, whether it blocks, what it says
 _CheckSpec = tuple[str, bool, str]
@@ -102,6 +107,8 @@ class StageAsset:
 
     stage: Stage
     compute: Compute
+    # what its metadata tells beyond what every asset's does
+    beside: Callable[[Run], dict[str, Any]] = lambda run: {}
 
     def build(self, settings: Settings) -> dg.AssetsDefinition:
         stage, compute = self.stage, self.compute
@@ -120,10 +127,10 @@ class StageAsset:
                 run = Run(storage.store(), used, settings, accelerator.accelerator(), context.log.info)
                 snapshot = context.partition_key if stage.partitioned else ""
                 outcome = compute(run, storage.documents(), snapshot)
-            except PERMANENT as error:
-                raise dg.Failure(f"{type(error).__name__}: {error}", allow_retries=False) from error
+            except Exception as error:
+                raise _failure(error) from error
             experiment = used.subset(stage.reads) != settings.subset(stage.reads)
-            yield from _results(stage, run, outcome, experiment, time.monotonic() - started)
+            yield from _results(stage, run, outcome, experiment, time.monotonic() - started, self.beside(run))
 
         # Dagster reads the config's fields from the annotation, and they are this stage's settings
         asset.__annotations__["config"] = config_class(stage, settings)
@@ -138,7 +145,18 @@ class StageAsset:
             kinds={"torch"} if stage.on_accelerator else {"html"} if stage.group == "reports" else {"parquet"},
             pool="gpu" if stage.on_accelerator else None,
             check_specs=_check_specs(stage),
+            retry_policy=RETRIES,
         )(asset)
+
+
+def _failure(error: Exception) -> dg.Failure:
+    """What the UI shows of an error, and whether Dagster and the sensor retry_failed_snapshots try again."""
+    transient = is_transient(error)
+    metadata: dict[str, Any] = {KIND: TRANSIENT if transient else PERMANENT}
+    shard = shard_of(error)
+    if shard is not None:
+        metadata["shard"] = shard
+    return dg.Failure(told(error), metadata=metadata, allow_retries=transient)
 
 
 def code_version(stage: Stage, settings: Settings) -> str:
@@ -171,13 +189,13 @@ def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:
         ]
 
 
-def stage_asset(name: str) -> Callable[[Compute], StageAsset]:
-    """Decorate `(run, source, snapshot) -> Outcome` as the asset of a stage."""
-    return lambda compute: StageAsset(STAGES[name], compute)
+def stage_asset(name: str, beside: Callable[[Run], dict[str, Any]] = lambda run: {}) -> Callable[[Compute], StageAsset]:
+    """Decorate `(run, source, snapshot) -> Outcome` as the asset of a stage; `beside(run)` is further metadata."""
+    return lambda compute: StageAsset(STAGES[name], compute, beside)
 
 
 def _results(
-    stage: Stage, run: Run, outcome: Outcome, experiment: bool, seconds: float
+    stage: Stage, run: Run, outcome: Outcome, experiment: bool, seconds: float, beside: dict[str, Any]
 ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult]:
     checks = [
         dg.AssetCheckResult(
@@ -195,10 +213,11 @@ def _results(
         raise dg.Failure(
             f"{stage.name} was not published: "
             + "; ".join(f"{check.name}: {_in_words(check.facts)}" for check in failed),
+            metadata={KIND: PERMANENT},
             allow_retries=False,
         )
     yield dg.MaterializeResult(
-        metadata=_metadata(stage, run, outcome, outcome.published, experiment, seconds),
+        metadata=_metadata(stage, run, outcome, outcome.published, experiment, seconds) | beside,
         data_version=dg.DataVersion(outcome.published.fingerprint),
         check_results=checks,
     )

@@ -1,12 +1,31 @@
 """The snapshot's documents, their quality, and what pruning leaves."""
 
+from typing import Any
+
+import dagster as dg
+
+from dagster_datamask import doctor
 from dagster_datamask.assets.base import stage_asset
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import ingest, scores
 from dagster_datamask.stages.base import Outcome, Run
 
 
-@stage_asset("raw_shards")
+def _doctor(run: Run) -> dict[str, Any]:
+    """The root asset tells what everything after it is made with: versions, device, models, storage."""
+    if doctor.home_unset():
+        run.log(doctor.HOME_UNSET)
+    rows = doctor.examine(run.settings, models=False)["checks"]
+    fitted = run.store.published("quality_classifiers")
+    rows += [
+        {"what": f"{part} as fitted", "state": "ok", "detail": f"{fact['ref']}, {fact['revision']}"}
+        for part, fact in (fitted.facts if fitted else {}).items()
+        if isinstance(fact, dict) and "revision" in fact
+    ]
+    return {"doctor": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])}
+
+
+@stage_asset("raw_shards", _doctor)
 def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
     return ingest.raw_shards(run, source, snapshot)
 

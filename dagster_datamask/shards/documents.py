@@ -67,6 +67,8 @@ class DocumentReader:
             positions = table["row"].to_numpy() - first
             yield Documents(table, pa.Table.from_batches([batch]).take(positions))
             first += len(batch)
+        # rewritten in place meanwhile, it may have given some old texts and some new ones
+        self.shard(name)
 
 
 class _Forward:

@@ -20,6 +20,9 @@ from dagster_datamask.shards.writer import ROW_GROUP_ROWS, table_file
 # A batch is what a kernel sees at once: large enough to sort texts by length, small enough for long documents.
 BATCH_ROWS = 1024
 
+# how an error is marked with the shard at which it happened
+AT_SHARD = "at shard "
+
 Counts = Mapping[str, int]
 Kernel = Callable[[Any], tuple[pa.Table, int, Counts]]
 Progress = Callable[[int, int, str], None]
@@ -55,27 +58,31 @@ def map_shards(
     run: Kernel | None = None
     done = 0
     for shard in shards:
-        record = generation.record(shard, ext)
-        made_from = origin(shard) if record is None else ""
-        if made_from:
-            record = generation.adopt(shard, ext, made_from)
-        if record is None:
-            if run is None:
-                run = kernel()
-                schema = schema if isinstance(schema, pa.Schema) else schema()
-            counts: Counter[str] = Counter()
-            rows_in = 0
-            assert isinstance(schema, pa.Schema)
-            with table_file(generation.folder / f"{shard}{ext}", schema, group_rows) as writer:
-                for batch in read(shard):
-                    table, rows, batch_counts = run(batch)
-                    writer.write(table)
-                    rows_in += rows
-                    counts.update(batch_counts)
-                    progress(done + rows_in, total_rows, shard)
-            record = generation.complete(
-                shard, ext, rows=writer.rows, rows_in=rows_in, counts=counts, source=source(shard), origin=made_from
-            )
+        try:
+            record = generation.record(shard, ext)
+            made_from = origin(shard) if record is None else ""
+            if made_from:
+                record = generation.adopt(shard, ext, made_from)
+            if record is None:
+                if run is None:
+                    run = kernel()
+                    schema = schema if isinstance(schema, pa.Schema) else schema()
+                counts: Counter[str] = Counter()
+                rows_in = 0
+                assert isinstance(schema, pa.Schema)
+                with table_file(generation.folder / f"{shard}{ext}", schema, group_rows) as writer:
+                    for batch in read(shard):
+                        table, rows, batch_counts = run(batch)
+                        writer.write(table)
+                        rows_in += rows
+                        counts.update(batch_counts)
+                        progress(done + rows_in, total_rows, shard)
+                record = generation.complete(
+                    shard, ext, rows=writer.rows, rows_in=rows_in, counts=counts, source=source(shard), origin=made_from
+                )
+        except Exception as error:
+            error.add_note(f"{AT_SHARD}{shard}")
+            raise
         done += record.rows_in
         progress(done, total_rows, shard)
         records.append(record)

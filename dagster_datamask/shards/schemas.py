@@ -186,3 +186,7 @@ class ColumnClash(ValueError):
 
 class InconsistentFiles(RuntimeError):
     """Two files that should speak of the same documents do not."""
+
+
+class ShardReplaced(InconsistentFiles):
+    """A shard changed while it was read: reading what is there now may go well."""

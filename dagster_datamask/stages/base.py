@@ -10,16 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable
+from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.keyed import digest
-from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import Progress, every_seconds
-from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
+from dagster_datamask.shards.generations import Generation, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
-
-# Errors that a second try cannot mend: their message is the whole story, told in one line and without a retry.
-PERMANENT = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
 
 # Read by a stage, but identified by content: the fingerprint holds the revision of what the path or hub id names, so
 # a moved folder changes nothing.

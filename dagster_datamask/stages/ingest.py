@@ -12,7 +12,7 @@ import pyarrow as pa
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
-from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, InconsistentFiles, joined
+from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
@@ -26,14 +26,20 @@ LIMIT_PURPOSE = "limit"
 def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish `doc_id, row, decision, reason, token_count` of every readable row of `snapshot`.
 
-    Raises SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one table) and, with
-    on_bad_shard = fail, BadShard.
+    Raises SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one table),
+    ShardReplaced (the listing or a shard changed meanwhile) and, with on_bad_shard = fail, BadShard.
     """
     bad: dict[str, BadShard] = {}
     while True:
+        listing = source.listing_fingerprint(snapshot)
         try:
             return _identify(run, source, snapshot, bad)
-        except BadShard as error:
+        except (BadShard, OSError) as error:
+            # half of the old and half of the new is no verdict on either
+            if source.listing_fingerprint(snapshot) != listing:
+                raise ShardReplaced(f"{snapshot} changed while it was read: {error}") from error
+            if not isinstance(error, BadShard):
+                raise
             shard = error.path.rpartition("/")[2].removesuffix(".parquet")
             if run.settings.source.on_bad_shard == "fail" or shard in bad:
                 raise
@@ -93,7 +99,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
 def _unchanged(source: Source, shard: Shard, content: str) -> str:
     """`content`, if the shard that was read since still holds it."""
     if source.content(shard) != content:
-        raise InconsistentFiles(f"{shard.path} changed while it was read; materialise raw_shards again")
+        raise ShardReplaced(f"{shard.path} changed while it was read; materialise raw_shards again")
     return content
 
 
