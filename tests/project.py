@@ -13,7 +13,18 @@ from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages import calibration, classifiers, corpus, embeddings, ingest, manifest, masks, scores
+from dagster_datamask.stages import (
+    calibration,
+    classifiers,
+    corpus,
+    embeddings,
+    ingest,
+    manifest,
+    masks,
+    report,
+    scores,
+    selection_report,
+)
 from dagster_datamask.stages.base import STAGES, Outcome, Run
 
 PROSE = (
@@ -150,6 +161,8 @@ class Project:
             "datamask_masks": lambda: masks.datamask_masks(run, source, snapshot),
             "fineweb_mask_manifest": lambda: manifest.fineweb_mask_manifest(run, snapshot),
             "fineweb_mask": lambda: manifest.fineweb_mask(run, source, snapshot),
+            "snapshot_report": lambda: report.snapshot_report(run, source, snapshot),
+            "selection_report": lambda: selection_report.selection_report(run, source),
         }
         return steps[name]()
 

@@ -165,9 +165,9 @@ def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_f
     before = versions()
     assert moved() == set()
     assert moved("storage.root=/elsewhere", "source.url=/there", "compute.memory_limit_gb=2") == set()
-    selected = {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+    selected = {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask", "snapshot_report"}
     assert moved("select.lambda=0.3") == {"corpus_selection_state", *selected}
     assert moved("select.on_new_snapshot=resolve") == {"corpus_selection_state"}
     assert moved("select.quota=cluster") == {"corpus_selection_state", *selected}
-    assert moved("models.edu=other/model") == set(STAGES) - {"raw_shards", "dataset_card"}
+    assert moved("models.edu=other/model") == set(STAGES) - {"raw_shards", "selection_report", "dataset_card"}
     assert moved("source.on_bad_shard=quarantine") == {name for name, stage in STAGES.items() if stage.partitioned}

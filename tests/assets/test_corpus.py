@@ -15,7 +15,10 @@ from tests.assets.test_staleness import not_fresh
 from tests.conftest import SNAPSHOTS
 
 FIRST, SECOND = SNAPSHOTS
-SELECTED = {"e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+SELECTED = {
+    *("e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"),
+    "snapshot_report",
+}
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from tests.conftest import SNAPSHOTS
 from tests.project import SNAPSHOT_STAGES, settings_for, write_shard
 
 FIRST, SECOND = SNAPSHOTS
-FROM_SELECTION = {"datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+FROM_MANIFEST = {"fineweb_mask_manifest", "fineweb_mask", "snapshot_report"}
+FROM_SELECTION = {"datamask_masks", *FROM_MANIFEST}
 
 
 # those that the scope "split" makes; the state of the corpus is missing there, and rightly so
@@ -55,7 +56,7 @@ def test_all_is_fresh_after_a_complete_run(ran: Ran) -> None:
                 *(set(SNAPSHOT_STAGES) - {"raw_shards"}),
             },
         ),
-        ({"cluster.k": 3}, {"kmeans_centroids", "kmeans_clusters", "fineweb_mask_manifest", "fineweb_mask"}),
+        ({"cluster.k": 3}, {"kmeans_centroids", "kmeans_clusters", *FROM_MANIFEST}),
         ({"storage.root": "/elsewhere", "compute.memory_limit_gb": 4.0}, set()),
     ],
 )

@@ -9,7 +9,10 @@ from dagster_datamask.stages.base import STAGES
 
 GLOBAL = {"quality_classifiers", "quality_calibration", "kmeans_centroids"}
 SCORE = {"raw_shards", "dclm_scores", "edu_scores", "wiki_scores", "quality_scores", "pruned_documents"}
-SELECT = {"e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"}
+SELECT = {
+    *("e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"),
+    "snapshot_report",
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,7 @@ def defs() -> dg.Definitions:
         ("full", SCORE | SELECT, True),
         ("embed", SCORE | {"e5_embeddings", "kmeans_clusters"}, True),
         ("solve_corpus", {"corpus_selection_state"}, False),
+        ("report", {"selection_report"}, False),
         ("export", {"dataset_card"}, False),
     ],
 )
@@ -37,4 +41,4 @@ def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned
 
 
 def test_every_asset_is_in_a_job() -> None:
-    assert set(STAGES) == GLOBAL | SCORE | SELECT | {"corpus_selection_state", "dataset_card"}
+    assert set(STAGES) == GLOBAL | SCORE | SELECT | {"corpus_selection_state", "selection_report", "dataset_card"}
