@@ -4,7 +4,7 @@ import base64
 from html.parser import HTMLParser
 
 from dagster_datamask.reporting.figures import cluster_sizes_figure
-from dagster_datamask.reporting.html import self_contained_page
+from dagster_datamask.reporting.html import Card, self_contained_page
 from dagster_datamask.reporting.tables import markdown_table, png_markdown
 
 VOID = {"meta", "img", "br", "hr", "link"}
@@ -70,3 +70,17 @@ def test_no_sections() -> None:
     page = _Page(self_contained_page("Nothing & more", []))
     assert page.text.count("Nothing & more") == 2
     assert "nav" not in [tag for tag, _ in page.tags]
+
+
+def test_documents_are_cards_of_plain_text() -> None:
+    evil = '<script>alert(1)</script>" onload="alert(1)'
+    cards = [
+        Card("id-1", "kept", True, [("scores", "9")], "text"),
+        Card(evil, evil, False, [(evil, evil)], evil, (evil, evil)),
+    ]
+    page = _Page(self_contained_page("t", [("Documents", "", cards)]))
+    classes = [attrs["class"] for tag, attrs in page.tags if tag == "article"]
+    assert classes == ["good", "bad", "beside"]
+    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+    assert all(set(attrs) <= {"class"} for tag, attrs in page.tags if tag in ("article", "header", "blockquote", "dd"))
+    assert page.text.count(evil) == 7
