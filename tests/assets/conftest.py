@@ -1,7 +1,7 @@
 """One instance on which the small project was fitted and both snapshots run in full; tests look, or copy."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,9 +22,10 @@ def execute(
     snapshot: str | None = None,
     *,
     ops: dict | None = None,
+    only: Sequence[str] | None = None,
     **resources: dg.ConfigurableResource,
 ) -> dg.ExecuteInProcessResult:
-    """Run a job of the definitions for `settings`, errors kept in the result."""
+    """Run a job of the definitions for `settings`, or `only` some of its assets, errors kept in the result."""
     if snapshot is not None:
         instance.add_dynamic_partitions(cc_snapshot.name or "", [snapshot])
     return (
@@ -35,6 +36,7 @@ def execute(
             partition_key=snapshot,
             raise_on_error=False,
             run_config={"ops": ops} if ops else None,
+            asset_selection=[dg.AssetKey(name) for name in only] if only else None,
         )
     )
 
