@@ -42,6 +42,8 @@ README = "README.md"
 CHECKSUMS = "SHA256SUMS"
 IDS = pa.schema([("doc_id", pa.string()), ("snapshot", pa.string()), ("shard", pa.string()), ("row", pa.int64())])
 _IDS = f"{IDS_FOLDER}/data"
+# the configuration of all snapshots
+_ALL = "default"
 _RECEIPT = ".json"
 # the hub's own words for how large a data set is
 _SIZES = (
@@ -456,8 +458,11 @@ def card(
     filled = [kept for kept in found if kept.documents.rows]
     documents = sum(kept.documents.rows for kept in found)
     names = [kept.snapshot for kept in filled]
-    everything = next(name for name in ("default", "all", "all_snapshots") if name not in names)
-    configs = [_config(everything, names) | {"default": True}, *(_config(name, [name]) for name in names)]
+    configs = [
+        _config(_ALL, names) | {"default": True},
+        # `datasets` takes what is called default for the default, and no snapshot has an @ in its name
+        *(_config(f"@{name}" if name == _ALL else name, [name]) for name in names),
+    ]
     front = DatasetCardData(
         pretty_name=f"{export.source_name}, selected by DataMask",
         license=export.license,
@@ -487,7 +492,7 @@ def card(
         "(DataMask, arXiv 2512.24265). No text was changed: these are rows of the source with all their columns.",
         markdown_table(rows, list(rows[0])),
         "## Reading it",
-        _reading(everything, names) if filled else "Nothing was kept, so there is nothing to load.",
+        _reading(configs[-1]["config_name"]) if filled else "Nothing was kept, so there is nothing to load.",
         "`sha256sum --check SHA256SUMS` proves that every file is as it was published.",
         "## Source and licence",
         f"Source: {origin}. Licence: `{export.license}`. What the licence and the documents' own authors ask for holds "
@@ -531,11 +536,11 @@ def _config(name: str, snapshots: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _reading(everything: str, names: Sequence[str]) -> str:
+def _reading(name: str) -> str:
     return (
         "```python\nimport datasets\n\n"
-        f'datasets.load_dataset("PATH", split="train")  # config "{everything}": all snapshots\n'
-        f'datasets.load_dataset("PATH", "{names[0]}", split="train")  # one snapshot\n```'
+        f'datasets.load_dataset("PATH", split="train")  # all snapshots\n'
+        f'datasets.load_dataset("PATH", "{name}", split="train")  # one of them\n```'
     )
 
 
