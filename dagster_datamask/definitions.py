@@ -16,6 +16,7 @@ from dagster_datamask.resources.pools import wait_without_spinning
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_embeddings import build_new_embeddings
 from dagster_datamask.sensors.new_shards import build_new_shards
+from dagster_datamask.sensors.retry_failed_snapshots import retry_failed_snapshots
 from dagster_datamask.settings import Settings, load_settings
 
 ASSETS: tuple[StageAsset, ...] = (
@@ -52,6 +53,7 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
         jobs=JOBS,
         sensors=[
             build_new_shards(settings),
+            retry_failed_snapshots,
             *([build_new_embeddings(settings)] if settings.select.scope == "corpus" else []),
         ],
         resources={

@@ -149,8 +149,8 @@ def test_the_sensor_that_solves_the_corpus_is_there_where_the_corpus_is_solved()
         definitions = build_definitions(load_settings(None, overrides, env={}))
         return {sensor.name for sensor in definitions.sensors or []}
 
-    assert sensors() == {"new_shards"}
-    assert sensors(*OF_CORPUS) == {"new_shards", "new_embeddings"}
+    assert sensors() == {"new_shards", "retry_failed_snapshots"}
+    assert sensors(*OF_CORPUS) == {"new_shards", "retry_failed_snapshots", "new_embeddings"}
 
 
 def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_follows() -> None:

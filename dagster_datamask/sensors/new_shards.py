@@ -1,7 +1,8 @@
-"""new_shards: a snapshot that appears, or whose listing changes, is selected anew.
+"""new_shards: a snapshot that appears, or whose listing changes, is selected anew once it is quiet.
 
-A tick lists the source, compares each snapshot's listing with the cursor, adds missing partitions and requests one run
-each. Nothing is read of the shards themselves. Where the global assets are missing, `fit_global` goes first.
+A tick lists the source, compares each snapshot's listing with the cursor, and for those that have not changed for a
+while adds missing partitions and requests one run each. Nothing is read of the shards themselves. Where the global
+assets are missing, `fit_global` goes first, once, and not while shards are landing.
 """
 
 import json
@@ -11,10 +12,12 @@ from typing import Any
 
 import dagster as dg
 
+from dagster_datamask import doctor
 from dagster_datamask.jobs import embed, fit_global, full
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
+from dagster_datamask.sensors.runs import fit_under_way
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.source import Source, SourceError
 from dagster_datamask.stages.base import FITTED, STAGES
@@ -23,6 +26,10 @@ from dagster_datamask.stages.freshness import unfitted
 _MAX_REQUESTS = 25
 # the daemon gives up on a tick after 60 s
 _DEADLINE_SECONDS = 40.0
+# a snapshot whose shards are still landing would be run once for each of them
+_QUIET_SECONDS = 60.0
+# but where shards land for days, what is fitted on a sample need not wait for the last
+_LONGEST_WAIT_SECONDS = 3600.0
 
 
 def build_new_shards(settings: Settings) -> dg.SensorDefinition:
@@ -36,30 +43,47 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
         jobs=[job, fit_global],
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
-        description=f"Adds a partition for each new snapshot and runs the job {job.name} when shards land or change.",
+        description=f"Adds a partition for each new snapshot and runs the job {job.name} when shards have landed or "
+        "changed.",
     )
     def new_shards(context: dg.SensorEvaluationContext, storage: StorageResource) -> dg.SensorResult | dg.SkipReason:
+        if doctor.home_unset():
+            context.log.warning(doctor.HOME_UNSET)
         try:
             source = storage.documents()
             snapshots = source.snapshots()
         except (SourceError, SettingsError) as error:
             return dg.SkipReason(str(error))
-        for folder in source.unusable():
+        refused = source.unusable()
+        for folder in refused:
             context.log.warning(f"folder {folder!r} of {source.url} cannot be a snapshot: rename it")
 
         cursor = _Cursor.read(context.cursor)
-        changed = _changed(context, source, cursor, snapshots)
-        if not changed:
-            return dg.SkipReason(f"{len(cursor.seen)} snapshots, none new or changed")
+        quiet, waiting = _changed(context, source, cursor, snapshots)
+
+        def skip(why: str) -> dg.SensorResult:
+            names = f"; refused: {', '.join(map(repr, refused))}" if refused else ""
+            return dg.SensorResult(skip_reason=why + names, cursor=cursor.text())
+
+        if not quiet:
+            if waiting:
+                return skip(f"waiting until {_QUIET_SECONDS:.0f} s have passed without a change: {_named(waiting)}")
+            return skip(f"{len(cursor.seen)} snapshots, none new or changed")
         try:
             missing = unfitted(storage.store(), settings, source)
         except (SettingsError, ModelUnavailable) as error:
-            return dg.SkipReason(str(error))
+            return skip(str(error))
         if missing:
-            return _fit_first(context, missing, global_settings)
+            why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
+            if waiting and time.time() - cursor.oldest() < _LONGEST_WAIT_SECONDS:
+                return skip(f"fit_global goes first, once no shards land: {_named(waiting)} changed just now: {why}")
+            request = _fit_first(context, global_settings, why)
+            if isinstance(request, str):
+                return skip(request)
+            return dg.SensorResult(run_requests=[request], cursor=cursor.text())
 
         known = context.instance.get_dynamic_partitions(cc_snapshot.name or "")
-        added = [snapshot for snapshot in changed if snapshot not in known]
+        added = [snapshot for snapshot in quiet if snapshot not in known]
         requests = [
             dg.RunRequest(
                 run_key=cursor.see(snapshot, fingerprint),
@@ -67,7 +91,7 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
                 partition_key=snapshot,
                 tags={"datamask/listing": fingerprint},
             )
-            for snapshot, fingerprint in changed.items()
+            for snapshot, fingerprint in quiet.items()
         ]
         if job is embed:
             context.log.info(
@@ -82,70 +106,108 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
     return new_shards
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A listing that no run was asked for: since when it is as it is, and since when it is another than before."""
+
+    fingerprint: str
+    since: float
+    first: float
+
+
 @dataclass
 class _Cursor:
-    """What was seen: per snapshot its listing's fingerprint and how often that changed; and where a tick ended."""
+    """What was seen: per snapshot its listing's fingerprint and how often that changed; what waits for quiet; and
+    where a tick ended."""
 
     seen: dict[str, tuple[str, int]]
+    pending: dict[str, _Pending]
     after: str
 
     @classmethod
     def read(cls, text: str | None) -> "_Cursor":
         found: dict[str, Any] = json.loads(text) if text else {"seen": {}, "after": ""}
-        return cls({name: (value[0], value[1]) for name, value in found["seen"].items()}, found["after"])
+        return cls(
+            {name: (value[0], value[1]) for name, value in found["seen"].items()},
+            # cursors of earlier versions have no such entry
+            {name: _Pending(*value) for name, value in found.get("pending", {}).items()},
+            found["after"],
+        )
 
     def text(self) -> str:
-        return json.dumps({"seen": self.seen, "after": self.after}, sort_keys=True)
+        pending = {name: (entry.fingerprint, entry.since, entry.first) for name, entry in self.pending.items()}
+        return json.dumps({"seen": self.seen, "pending": pending, "after": self.after}, sort_keys=True)
+
+    def is_quiet(self, snapshot: str, fingerprint: str, now: float) -> bool:
+        """Note a listing no run was asked for; whether it has been the same for long enough."""
+        before = self.pending.get(snapshot)
+        if before is None or before.fingerprint != fingerprint:
+            self.pending[snapshot] = _Pending(fingerprint, now, before.first if before else now)
+            return False
+        return now - before.since >= _QUIET_SECONDS
+
+    def oldest(self) -> float:
+        """When the snapshot that has waited longest began to wait."""
+        return min(entry.first for entry in self.pending.values())
 
     def see(self, snapshot: str, fingerprint: str) -> str:
         """Note the listing and give the run's key: a listing that comes back is a change like any other."""
         changes = self.seen[snapshot][1] + 1 if snapshot in self.seen else 0
         self.seen[snapshot] = (fingerprint, changes)
-        self.after = snapshot
+        self.pending.pop(snapshot, None)
         return f"{snapshot}:{fingerprint}" + (f":{changes}" if changes else "")
 
 
 def _changed(
     context: dg.SensorEvaluationContext, source: Source, cursor: _Cursor, snapshots: list[str]
-) -> dict[str, str]:
-    """{snapshot: listing fingerprint} of those that are new or changed, at most as many as one tick may request.
+) -> tuple[dict[str, str], list[str]]:
+    """({snapshot: listing fingerprint} of those that are new or changed and quiet, at most as many as one tick may
+    request; those that are not quiet yet).
 
     New snapshots come first, then the others from where the last tick ended, so that a slow listing starves none.
     """
-    started = time.monotonic()
+    started, now = time.monotonic(), time.time()
     order = sorted(snapshots, key=lambda name: (name in cursor.seen, name <= cursor.after, name))
-    changed: dict[str, str] = {}
+    quiet: dict[str, str] = {}
+    waiting: list[str] = []
     for snapshot in order:
-        if len(changed) == _MAX_REQUESTS or time.monotonic() - started > _DEADLINE_SECONDS:
+        if len(quiet) == _MAX_REQUESTS or time.monotonic() - started > _DEADLINE_SECONDS:
             context.log.info("more snapshots wait for the next tick")
             break
+        cursor.after = snapshot
         try:
             fingerprint = source.listing_fingerprint(snapshot)
         except SourceError as error:
             context.log.warning(str(error))
             continue
-        if snapshot not in cursor.seen or cursor.seen[snapshot][0] != fingerprint:
-            changed[snapshot] = fingerprint
-    return changed
+        if snapshot in cursor.seen and cursor.seen[snapshot][0] == fingerprint:
+            # what had changed is as it was
+            cursor.pending.pop(snapshot, None)
+        elif cursor.is_quiet(snapshot, fingerprint, now):
+            quiet[snapshot] = fingerprint
+        else:
+            waiting.append(snapshot)
+    for gone in cursor.pending.keys() - set(snapshots):
+        del cursor.pending[gone]
+    return quiet, waiting
 
 
-def _fit_first(
-    context: dg.SensorEvaluationContext, missing: dict[str, str], settings_hash: str
-) -> dg.SensorResult | dg.SkipReason:
-    why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
+def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str) -> dg.RunRequest | str:
+    """The run of fit_global, or why there is none yet."""
+    under_way = fit_under_way(context.instance)
+    if under_way:
+        return f"waiting for fit_global (run {under_way}): {why}"
     runs = context.instance.get_runs(
         filters=dg.RunsFilter(job_name=fit_global.name, tags={"datamask/settings": settings_hash}), limit=1
     )
-    if runs and not runs[0].is_finished:
-        return dg.SkipReason(f"waiting for fit_global (run {runs[0].run_id}): {why}")
     if runs and runs[0].is_failure:
-        return dg.SkipReason(
-            f"fit_global failed (run {runs[0].run_id}); mend its cause and run the job fit_global again: {why}"
-        )
+        return f"fit_global failed (run {runs[0].run_id}); mend its cause and run the job fit_global again: {why}"
     context.log.info(f"fit_global goes first: {why}")
     # a finished run of these settings that left something unfitted means that the files were removed since
     key = f"fit_global:{settings_hash}" + (f":after:{runs[0].run_id[:8]}" if runs else "")
-    return dg.SensorResult(
-        run_requests=[dg.RunRequest(run_key=key, job_name=fit_global.name, tags={"datamask/settings": settings_hash})],
-        cursor=context.cursor,
-    )
+    return dg.RunRequest(run_key=key, job_name=fit_global.name, tags={"datamask/settings": settings_hash})
+
+
+def _named(snapshots: list[str]) -> str:
+    more = len(snapshots) - 5
+    return ", ".join(snapshots[:5]) + (f" and {more} more" if more > 0 else "")

@@ -97,6 +97,10 @@ class Source:
 
     def shards(self, snapshot: str) -> list[Shard]:
         """The snapshot's shards, sorted by name. Raises SourceError for an unknown snapshot or one without shards."""
+        if not SNAPSHOT_KEY.fullmatch(snapshot):
+            raise SourceError(
+                f"{snapshot!r} cannot be a snapshot: letters, digits, '.', '_' and '-' only; rename its folder"
+            )
         folder = posixpath.join(self._base(), snapshot)
         try:
             entries = self.fs.ls(folder, detail=True)
@@ -118,7 +122,12 @@ class Source:
                     )
                 )
         if not shards:
-            raise SourceError(f"source {self.url}: snapshot {snapshot!r} has no .parquet shards")
+            inside = [
+                posixpath.basename(entry["name"].rstrip("/")) for entry in entries if self._is(entry, "directory")
+            ]
+            # on an object store a slash in a name looks like a folder in a folder
+            slashed = f"; {snapshot + '/' + min(inside)!r} cannot be a snapshot: rename it" if inside else ""
+            raise SourceError(f"source {self.url}: snapshot {snapshot!r} has no .parquet shards{slashed}")
         return sorted(shards, key=lambda shard: shard.name)
 
     def listing_fingerprint(self, snapshot: str) -> str:
