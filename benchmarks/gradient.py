@@ -27,8 +27,10 @@ class _Enough(Exception):
 
 
 def gradient(full: bool) -> list[Row]:
-    rows = steps(recipe_pool(1_000_000), PolicyGradientOptions(steps=2500), 3)
-    rows += steps(recipe_pool(1_000_000), PolicyGradientOptions(steps=250, gradient="ordered"), 2)
+    pool = recipe_pool(1_000_000)
+    rows = steps(pool, PolicyGradientOptions(steps=2500), 3)
+    rows += steps(pool, PolicyGradientOptions(steps=250, gradient="ordered"), 2)
+    del pool
     documents = synthetic(100_000)
     for lam in (0.1, LAM):
         rows += share(documents, lam, RECIPE if full else RECIPE // 10)
