@@ -251,9 +251,9 @@ def solve(
     columns: Columns = "",
     seed: Seed = 0,
     steps: Annotated[int | None, typer.Option(help="Steps of policy_gradient (10,000) or dvrl (2,000).")] = None,
-    group: Annotated[int | None, typer.Option(help="Masks a step, policy_gradient (128) or dvrl (16).")] = None,
-    lr: Annotated[float | None, typer.Option(help="Step of the logits (10), or dvrl's learning rate (0.001).")] = None,
-    batch: Annotated[float | None, typer.Option(help="policy_gradient: share of the pool in a step (0.05).")] = None,
+    group: Annotated[int | None, typer.Option(help="Masks a step, policy_gradient or dvrl (128).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Step of the logits (10), or dvrl's learning rate (0.003).")] = None,
+    batch: Annotated[float | None, typer.Option(help="Share of the pool in a step (0.05); dvrl: documents.")] = None,
     gradient: Annotated[str | None, typer.Option(help="policy_gradient: independent | ordered")] = None,
     variant: Annotated[str | None, typer.Option(help="greedy: lazy | stochastic | lazier")] = None,
     clusters: Annotated[int | None, typer.Option(help="semdedup: clusters that are searched (root of N).")] = None,
@@ -304,6 +304,8 @@ def _solver_options(solver: str, given: dict[str, Any]) -> Any:
         if kind is None or name not in {f.name for f in fields(kind)}:
             knowing = [other for other, options in OPTIONS.items() if name in {f.name for f in fields(options)}]
             raise SettingsError(f"--{name} is an option of {', '.join(knowing)}, not of {solver}")
+    if solver == "dvrl" and "batch" in given:
+        given["batch"] = int(given["batch"])
     return kind(**given) if kind is not None and given else None
 
 
@@ -333,8 +335,11 @@ def _progress(what: str) -> Iterator[Callable[[int, int, dict[str, Any]], None]]
     with bar:
         task = bar.add_task(what, total=None)
 
+        def told(entry: dict[str, Any]) -> str:
+            return f"{entry['value']:.6f}" if "value" in entry else ""
+
         def progress(step: int, steps: int, entry: dict[str, Any]) -> None:
-            bar.update(task, completed=step, total=steps, description=f"{what} {entry['value']:.6f}")
+            bar.update(task, completed=step, total=steps, description=f"{what} {told(entry)}")
 
         yield progress
 

@@ -5,23 +5,27 @@ best (the solvers) and what pool it is counted against (the caller knows the sco
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
+import pyarrow as pa
 
 from dagster_datamask.selection.exact import MOST_TOKENS, Scored, cut
 
 TOKENS = "tok"
+# characters of a number, and of its exponent: a larger one would be computed for hours
+_LONGEST, _LONGEST_EXPONENT = 40, 3
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
     """What is to be kept of N documents: `amounts[g]` documents of each group g, or tokens where `costs` are given.
 
-    costs: int64[N], each document's tokens, in 1..2**24; groups: int64[N] in 0..G−1, None where there is one; asked:
-    the whole amount asked for; short_by: what no group has room for.
+    costs: int64[N], each document's tokens, in 1..2**24; groups: int64[N] in 0..G−1, None where there is one; names:
+    of the groups, for messages.
     """
 
     amounts: tuple[int, ...]
@@ -42,12 +46,13 @@ class Budget:
         for name, column in (("token counts", self.costs), ("groups", self.groups)):
             if column is not None and column.shape != (n,):
                 raise ValueError(f"{n} documents but {name} of shape {list(column.shape)}")
-        if self.costs is not None and n and not (self.costs.min() >= 1 and self.costs.max() <= MOST_TOKENS):
-            bad = int(np.flatnonzero((self.costs < 1) | (self.costs > MOST_TOKENS))[0])
-            raise ValueError(
-                f"row {bad} has {int(self.costs[bad])} tokens; a token budget needs 1 to {MOST_TOKENS:,} in every "
-                "document, so leave such rows out"
-            )
+            if column is not None and not np.issubdtype(column.dtype, np.integer):
+                raise ValueError(f"{name} must be whole numbers, not {column.dtype}")
+        if self.costs is not None:
+            check_tokens(self.costs)
+        for amount in self.amounts:
+            if isinstance(amount, bool) or int(amount) != amount:
+                raise ValueError(f"budget {amount!r} is not a whole number of {self.unit}")
         if self.groups is None and len(self.amounts) != 1:
             raise ValueError(f"{len(self.amounts)} quotas, and no groups that they are for")
         if self.groups is not None and n and not 0 <= self.groups.min() <= self.groups.max() < len(self.amounts):
@@ -59,12 +64,11 @@ class Budget:
 
     def available(self, n: int) -> list[int]:
         """What each group holds, in the budget's unit."""
-        costs = np.ones(n, np.int64) if self.costs is None else self.costs
-        groups = np.zeros(n, np.int64) if self.groups is None else self.groups
-        held = [0] * len(self.amounts)
-        for g in range(len(self.amounts)):
-            held[g] = int(costs[groups == g].sum()) if len(self.amounts) > 1 else int(costs.sum())
-        return held
+        if self.groups is None:
+            return [n if self.costs is None else int(self.costs.sum())]
+        # a float64 counts tokens exactly up to 2**53
+        held = np.bincount(self.groups, weights=self.costs, minlength=len(self.amounts))
+        return [int(x) for x in held]
 
     def fill(self, scores: np.ndarray, ties: np.ndarray) -> np.ndarray:
         """int64, ascending: the rows with the best scores (float64[N], no NaN) that meet the budget, ties to the lower.
@@ -88,18 +92,44 @@ class Budget:
         return np.flatnonzero(whole)
 
 
+def check_tokens(costs: np.ndarray) -> None:
+    """Raise ValueError naming the first row whose tokens a token budget cannot count."""
+    bad = np.flatnonzero((costs < 1) | (costs > MOST_TOKENS))
+    if bad.size:
+        raise ValueError(
+            f"row {int(bad[0])} has {int(costs[bad[0]])} tokens; a token budget needs 1 to {MOST_TOKENS:,} in every "
+            "document, so leave such rows out"
+        )
+
+
 def documents(size: int) -> Budget:
-    """A budget of `size` documents."""
-    return Budget((size,))
+    """A budget of `size` documents. Raises ValueError for what is no whole number."""
+    try:
+        if isinstance(size, bool):
+            raise TypeError
+        return Budget((operator.index(size),))
+    except TypeError:
+        raise ValueError(f"budget {size!r} is not a whole number of documents") from None
 
 
 def quotas(amount: int, groups: Sequence[str] | np.ndarray, costs: np.ndarray | None = None) -> Budget:
     """`amount` documents (or tokens, where costs are given) shared among the groups by largest remainder over their
-    sizes. groups: the name of each document's group; names are taken in order of their spelling."""
-    names, numbers = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
-    sizes = np.bincount(numbers, weights=costs, minlength=names.size).astype(np.int64).tolist()
-    shares = largest_remainder(amount, sizes, sizes) if names.size else [amount]
-    return Budget(tuple(shares), costs, numbers.astype(np.int64), tuple(names.tolist()))
+    sizes. groups: the name of each document's group; names are taken in order of their spelling.
+
+    Raises ValueError for an amount above what there is.
+    """
+    found = pa.array(groups, pa.string()).dictionary_encode()
+    names = found.dictionary.to_pylist()
+    if not names:
+        return Budget((amount,), costs)
+    spelled = sorted(range(len(names)), key=names.__getitem__)
+    place = np.empty(len(names), np.int64)
+    place[spelled] = np.arange(len(names))
+    numbers = place[found.indices.to_numpy()]
+    sizes = np.bincount(numbers, weights=costs, minlength=len(names)).astype(np.int64).tolist()
+    if amount > sum(sizes):
+        raise ValueError(f"budget {amount} asks for more than the {sum(sizes)} there are; ask for at most {sum(sizes)}")
+    return Budget(tuple(largest_remainder(amount, sizes, sizes)), costs, numbers, tuple(names[k] for k in spelled))
 
 
 def parse_tokens(budget: str | int | float) -> int | None:
@@ -107,7 +137,7 @@ def parse_tokens(budget: str | int | float) -> int | None:
     if not isinstance(budget, str) or not budget.strip().endswith(TOKENS):
         return None
     try:
-        amount = Fraction(budget.strip().removesuffix(TOKENS).strip())
+        amount = exact_number(budget.strip().removesuffix(TOKENS).strip())
     except (ValueError, ZeroDivisionError):
         amount = Fraction(-1)
     if amount < 0 or amount.denominator != 1 or "/" in budget:
@@ -139,8 +169,8 @@ def _read(budget: str | int | float) -> tuple[bool, Fraction]:
     hint = 'write a share as "10%" or 0.1, or a number of documents as "5000" or 5000'
     if isinstance(budget, bool):
         raise ValueError(f"budget {budget!r} is not a number; {hint}")
-    if isinstance(budget, int):
-        return False, Fraction(budget)
+    if isinstance(budget, int | np.integer):
+        return False, Fraction(int(budget))
     if isinstance(budget, float):
         if not math.isfinite(budget):
             raise ValueError(f"budget {budget!r} is not finite; {hint}")
@@ -151,13 +181,21 @@ def _read(budget: str | int | float) -> tuple[bool, Fraction]:
     text = budget.strip()
     try:
         if text.endswith("%"):
-            return True, Fraction(text[:-1].strip()) / 100
-        amount = Fraction(text)
+            return True, exact_number(text[:-1].strip()) / 100
+        amount = exact_number(text)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"budget {budget!r} cannot be read; {hint}") from None
     if "/" in text or amount.denominator != 1:
         raise ValueError(f"budget {budget!r} is not a whole number of documents; {hint}")
     return False, amount
+
+
+def exact_number(text: str) -> Fraction:
+    """The number that a text writes, exactly. Raises ValueError for what is none, or too long to be meant."""
+    exponent = text.lower().partition("e")[2].lstrip("+-")
+    if len(text) > _LONGEST or len(exponent) > _LONGEST_EXPONENT:
+        raise ValueError(f"{text[:_LONGEST]!r} is too long for a number")
+    return Fraction(text)
 
 
 def largest_remainder(total: int, weights: Sequence[int], capacities: Sequence[int] | None = None) -> list[int]:

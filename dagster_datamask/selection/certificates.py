@@ -126,11 +126,14 @@ def certify(
     """
     if not passes.amount:
         only = "budget 0: the empty mask is the only one"
-        return Certificate(evaluation.value, 0.0, 0.0, None, evaluation.value, feasible, only, point)
+        error = 0.0 if passes.given is None else numerical_error(passes, terms, np.zeros(passes.size), 0)
+        return Certificate(evaluation.value + error, error, error, None, evaluation.value, feasible, only, point)
     error = numerical_error(passes, terms, point, passes.amount) + more_error
     limit = (upper_bound(passes, point) if bound is None else bound) + error
     if optimum is not None:
-        limit = min(limit, optimum + error)
+        # its sums run over the whole pool, one term after another
+        terms_summed = gamma(passes.n * passes.n + passes.n + passes.d, HALF_ULP_64)
+        limit = min(limit, optimum + error + 2.0 * terms_summed * (passes.magnitude + passes.beta))
     gap = limit - evaluation.value
     if not gap >= 0:
         raise NegativeGap(
@@ -212,10 +215,9 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
     passes.score(point)
     spread = 2.0 * rough_error(passes, point)
     largest = 0.0
-    for _, part in passes.each():
-        if extra is not None:
+    if extra is not None:
+        for _, part in passes.each():
             part.scores += extra
-        largest = max(largest, float(np.abs(part.scores).max(initial=0.0)))
     rough = passes.cut(lambda part: part.scores, passes.amounts)
     for _, part in passes.each():
         level = rough.score[0] if part.groups is None else rough.score[part.groups]
@@ -223,12 +225,13 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
         scores = _scores_at(passes, part, rows, point)
         part.scores[:] = -np.inf
         part.scores[rows] = scores if extra is None else scores + extra[rows]
+        largest = max(largest, float(np.abs(part.scores[rows]).max(initial=0.0)))
         passes.reads += rows.size
     given = passes.given_size * passes.given_linear
     if passes.given is not None:
         for _, scale, piece in passes.pieces(point):
             given -= 2.0 * passes.given.size * scale * float(passes.given.mean @ piece)
-    bound = float(point @ point) + _largest_mean(passes, given, largest + spread)
+    bound = float(point @ point) + _largest_mean(passes, given, largest)
     # the empty mask is worth 0, where there may be one
     return max(bound, 0.0) if passes.tokens and not passes.given_size and _may_be_empty(passes) else bound
 
@@ -319,7 +322,8 @@ def numerical_error(passes: Passes, terms: Terms, point: np.ndarray, amount: int
         value += second * (
             2.0 * gamma(2 * (d + 4) + _BLOCK_OF_SECOND + amount // _BLOCK_OF_SECOND + d * d, HALF_ULP_64)
         )
-    last = 8.0 * HALF_ULP_64 * (passes.largest + passes.beta * (1.0 + norm) ** 2)
+    # a score is made of a handful of roundings of its terms, which may cancel, and so are the means
+    last = 16.0 * HALF_ULP_64 * (passes.magnitude + passes.beta * (1.0 + norm) ** 2)
     return value + dot_error(passes, norm) + last
 
 

@@ -15,8 +15,8 @@ certifies the result. Pools with few masks are enumerated.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import combinations, islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, islice, product
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,10 @@ _COMPARED = 96
 # moves for which a document that was just swapped stays where it is, at most
 _TABU = 10
 _GOLDEN = (5**0.5 - 1) / 2
+# most exchanges of many documents at once, documents on each side of one, and entries of their running sums
+_EXCHANGES = 20
+_EXCHANGED = 1024
+_PREFIX = 1 << 21
 # a share of the hull that is as good as none
 _DROPPED = 1e-12
 # documents past the cut that may fill the tokens that are left
@@ -258,9 +262,25 @@ def round_and_polish(
     def keys(part: Part) -> np.ndarray:
         return part.base + tilt * part.scores
 
+    def drawn(part: Part) -> np.ndarray:
+        # a document is above the cut with about the probability of its weight
+        return part.base + part.hashes * 2.0**-64
+
     if state.optimum is None and state.bound - state.best_value > options.gap:
         state.improve(passes, passes.take(passes.cut(keys, passes.amounts), keys))
         _log(state, options, "rounded", progress)
+        if state.bound - state.best_value > options.gap:
+            state.improve(passes, passes.take(passes.cut(drawn, passes.amounts), drawn))
+            _log(state, options, "drawn", progress)
+        passes.restore()
+        for _ in range(_EXCHANGES):
+            before = state.best_value
+            if state.bound - before <= options.gap:
+                break
+            state.improve(passes, _exchange(passes))
+            _log(state, options, "exchanged", progress)
+            if state.best_value - before <= 0.1 * options.gap:
+                break
         # what all moves together can gain is of the order of 4β/S² each
         gain = options.moves * 4.0 * passes.beta / max(passes.amount, 1) ** 2
         if not passes.tokens and gain >= 0.1 * options.gap:
@@ -272,6 +292,84 @@ def round_and_polish(
         state.best_value = _fill(passes, keys).value
         passes.keep()
         _log(state, options, "filled", progress)
+
+
+def _exchange(passes: Passes) -> Vertex:
+    """Members that cost most to keep leave for documents of their group that would bring most, as many at once as f
+    grows by: one pass, and the best prefix of the pairs. The members stay where no exchange is any good.
+
+    A mask drawn from the weights lies about 1/√S from the relaxation's point, too far for single swaps; each exchange
+    takes off most of what is left.
+    """
+    here, linear = passes.total()
+    everything = passes.given_size + passes.held
+    passes.score(here / max(everything, 1))
+    most = max(1, min(_EXCHANGED, _PREFIX // max(passes.size, 1)))
+    inside = passes.count(lambda part: part.member)
+    documents = _both_sides(passes, inside, most)
+    held = documents.inside
+    pairs = _pairs(passes, documents)
+    if not pairs.size:
+        return passes.exchange(documents, np.zeros_like(held), np.zeros_like(held))
+    out, into = pairs.T
+    # f after the first b of the exchanges, from the sums
+    steps = np.cumsum(_rows(passes, documents, into) - _rows(passes, documents, out), axis=0)
+    points = here + steps
+    costs = documents.costs
+    amounts = everything + np.cumsum(costs[into] - costs[out])
+    linears = linear + np.cumsum(costs[into] * documents.linear[into] - costs[out] * documents.linear[out])
+    values = linears / amounts - np.einsum("bi,bi->b", points, points) / amounts**2
+    best = int(values.argmax())
+    if values[best] <= linear / everything - float(here @ here) / everything**2:
+        pairs = pairs[:0]
+    come, gone = np.zeros_like(held), np.zeros_like(held)
+    come[pairs[: best + 1, 1]], gone[pairs[: best + 1, 0]] = True, True
+    return passes.exchange(documents, come, gone)
+
+
+def _pairs(passes: Passes, documents: Gathered) -> np.ndarray:
+    """int64[b, 2]: members and the documents that take their places, the best pairs first. Partners are of one group
+    and, with tokens, the one that comes takes no more than the one that leaves, nor less than half of it."""
+    found = []
+    for g in np.unique(documents.groups).tolist():
+        leaving = np.flatnonzero(documents.inside & (documents.groups == g))
+        coming = np.flatnonzero(~documents.inside & (documents.groups == g))
+        leaving = leaving[np.argsort(documents.keys[leaving], kind="stable")]
+        coming = coming[np.argsort(-documents.keys[coming], kind="stable")]
+        if passes.tokens:
+            free = np.ones(coming.size, bool)
+            for out in leaving.tolist():
+                cost = documents.costs[out]
+                fits = np.flatnonzero(free & (documents.costs[coming] <= cost) & (2 * documents.costs[coming] >= cost))
+                if fits.size:
+                    found.append((out, int(coming[fits[0]])))
+                    free[fits[0]] = False
+        else:
+            found += list(zip(leaving.tolist(), coming.tolist(), strict=False))
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    gains = documents.keys[pairs[:, 1]] - documents.keys[pairs[:, 0]]
+    order = np.argsort(-gains, kind="stable")
+    return pairs[order[gains[order] > 0]]
+
+
+def _rows(passes: Passes, documents: Gathered, at: np.ndarray) -> np.ndarray:
+    """float64[b, size of a point]: cost·√β φ of each."""
+    units = documents.unit[at].astype(np.float64)
+    pieces = [scale * feature.rows(units) for _, feature, scale in passes.features]
+    return np.hstack([np.zeros((at.size, 0)), *pieces]) * documents.costs[at, None]
+
+
+def _both_sides(passes: Passes, inside: int, most: int) -> Gathered:
+    """The `most` members with the lowest scores and as many other documents with the highest."""
+
+    def side(held: bool, size: int) -> Gathered:
+        sign = -1.0 if held else 1.0
+        return _best(passes, lambda part: np.where(part.member == held, sign * part.scores, -np.inf), min(size, most))
+
+    members, others = side(True, inside), side(False, passes.n - inside)
+    joined = members.joined(others)
+    # keys are the scores themselves, whichever side they were picked from
+    return replace(joined, keys=np.where(joined.inside, -joined.keys, joined.keys))
 
 
 def _fill(passes: Passes, keys: Callable[[Part], np.ndarray]) -> Vertex:
@@ -408,14 +506,7 @@ def _swap(passes: Passes, moves: int) -> Vertex:
     Goes on past a local optimum for as long as `moves` lasts, with a tabu on documents just moved, and returns the
     best mask met: never one worse than the members.
     """
-    inside = passes.count(lambda part: part.member)
-
-    def side(held: bool, size: int) -> Gathered:
-        sign = -1.0 if held else 1.0
-        size = min(size, _SWAP_CANDIDATES)
-        return _best(passes, lambda part: np.where(part.member == held, sign * part.scores, -np.inf), size)
-
-    documents = side(True, inside).joined(side(False, passes.n - inside))
+    documents = _both_sides(passes, passes.count(lambda part: part.member), _SWAP_CANDIDATES)
     held = documents.inside
     if held.all() or not held.any():
         return passes.exchange(documents, np.zeros_like(held), np.zeros_like(held))
@@ -454,9 +545,13 @@ def _swap(passes: Passes, moves: int) -> Vertex:
 
 def _is_enumerable(passes: Passes) -> bool:
     """Whether all masks of the pool can be looked at."""
-    if passes.tokens or len(passes.amounts) > 1 or passes.n > 1 << 10:
+    if passes.tokens or passes.n > 1 << 10:
         return False
-    return math.comb(passes.n, passes.amount) * passes.n <= _ENUMERATED
+    sizes = np.zeros(len(passes.amounts), np.int64)
+    for _, part in passes.each():
+        sizes += np.bincount(part.group, minlength=sizes.size)
+    masks = math.prod(math.comb(n, k) for n, k in zip(sizes.tolist(), passes.amounts, strict=True))
+    return masks * passes.n <= _ENUMERATED
 
 
 def _enumerate(passes: Passes, state: Relaxation) -> float:
@@ -475,7 +570,9 @@ def _enumerate(passes: Passes, state: Relaxation) -> float:
         linear -= 2.0 * passes.beta * passes.given_size * (rows @ passes.given.mean) / everything
         constant -= passes.beta * passes.given_size**2 * float(passes.given.mean @ passes.given.mean) / everything
     best, best_value = np.zeros(len(documents), bool), -np.inf
-    every = combinations(range(len(documents)), size)
+    groups = [np.flatnonzero(documents.groups == g).tolist() for g in range(len(passes.amounts))]
+    chosen = product(*(combinations(group, k) for group, k in zip(groups, passes.amounts, strict=True)))
+    every = (tuple(chain.from_iterable(parts)) for parts in chosen)
     while some := list(islice(every, 4096)):
         masks = np.zeros((len(some), len(documents)))
         masks[np.arange(len(some))[:, None], np.array(some, np.int64).reshape(len(some), size)] = 1.0

@@ -19,6 +19,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from dagster_datamask import keyed
+from dagster_datamask.selection.budgets import check_tokens
 from dagster_datamask.selection.certificates import Certificate, Evaluation, Terms, certify, evaluate
 from dagster_datamask.selection.certified import (
     CertifiedOptions,
@@ -105,6 +106,8 @@ class Corpus:
             with atomic(record) as temp:
                 temp.write_text(json.dumps(asdict(record_of)), "utf-8")
         self._shards[name] = _Shard(**json.loads(record.read_text("utf-8")))
+        if self.terms.lam > 0 and self._shards[name].rows and not self._shards[name].quality:
+            raise ValueError(f"{folder} was written without scores, for λ = 0; remove it")
         kinds = {(s.d, s.quality, s.costs, s.groups) for s in self._shards.values() if s.rows}
         if len(kinds) > 1:
             raise ValueError(f"shard {name} has vectors or columns of another kind than those before: {sorted(kinds)}")
@@ -120,6 +123,11 @@ class Corpus:
     @property
     def d(self) -> int:
         return max((shard.d for shard in self._shards.values()), default=0)
+
+    @property
+    def dtype(self) -> str:
+        """Of the stored vectors."""
+        return "/".join(sorted({shard.dtype for shard in self._shards.values() if shard.rows})) or "float16"
 
     @property
     def checksum(self) -> str:
@@ -233,7 +241,7 @@ def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = No
         "budget": passes.amount,
         "unit": "tokens" if passes.tokens else "documents",
         "vectors": corpus.checksum,
-        "dtype": "float16",
+        "dtype": corpus.dtype,
         "lambda": corpus.terms.lam,
         "scale": corpus.scale,
         "constants": None if corpus.constants is None else list(corpus.constants),
@@ -346,6 +354,20 @@ class _OnDisk:
         )
 
 
+def _check_block(name: str, block: Block) -> None:
+    columns = {"vectors": block.vectors, "scores": block.quality, "token counts": block.costs, "groups": block.groups}
+    for what, column in columns.items():
+        if column is not None and len(column) != len(block.ids):
+            raise ValueError(f"shard {name}: {len(block.ids)} ids and {len(column)} {what}")
+        if what in ("token counts", "groups") and column is not None and not np.issubdtype(column.dtype, np.integer):
+            raise ValueError(f"shard {name}: {what} must be whole numbers, not {column.dtype}")
+    if block.costs is not None:
+        try:
+            check_tokens(block.costs)
+        except ValueError as error:
+            raise ValueError(f"shard {name}: {error}") from None
+
+
 def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _Shard:
     rows, d, dtype = 0, 0, "float16"
     files: dict[str, Any] = {}
@@ -359,6 +381,7 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
         for block in blocks:
             if not len(block.ids):
                 continue
+            _check_block(name, block)
             if rows and (block.vectors.shape[1], block.vectors.dtype.name) != (d, dtype):
                 raise ValueError(f"shard {name}: vectors of {block.vectors.shape[1]} dimensions after vectors of {d}")
             d, dtype = block.vectors.shape[1], block.vectors.dtype.name
@@ -382,9 +405,9 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
             put("vectors", block.vectors)
             put("ties", keyed.hash64(list(block.ids), 0, "tie"))
             if block.costs is not None:
-                put("costs", block.costs.astype(np.int64))
+                put("costs", block.costs.astype(np.int64, casting="safe"))
             if block.groups is not None:
-                put("groups", block.groups.astype(np.int64))
+                put("groups", block.groups.astype(np.int64, casting="safe"))
             rows += len(block.ids)
     scratch = _Scratch(folder, rows, "r")
     prepared = prepare(scratch("vectors", dtype, (rows, max(d, 1))), scratch("ties", np.uint64))

@@ -77,6 +77,8 @@ def solve_file(
     """
     if out is not None and out.suffix not in (".parquet", ".arrow"):
         raise ValueError(f"{out}: write the mask to a file that ends in .parquet or .arrow")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ValueError(f"{out}: there is no folder {out.absolute().parent}; make it first")
     documents = read_documents(
         source,
         columns or {},
@@ -106,7 +108,7 @@ def solve_file(
         write_mask(out, documents.ids, selection)
     return {
         **selection.summary(),
-        **({} if quota is None else {"quota": quota, "quotas": dict(zip(kept.names, kept.amounts, strict=True))}),
+        **({} if quota is None else {"quota": quota, "quotas": dict(zip(kept.names, kept.amounts, strict=False))}),
         "lambda": lam,
         "scale": scale,
         "seed": seed,
@@ -211,7 +213,7 @@ def _as_text(source: Path, name: str, column: pa.ChunkedArray) -> pa.ChunkedArra
 def _tokens(source: Path, column: pa.ChunkedArray, ids: list[str]) -> np.ndarray:
     if not pa.types.is_integer(column.type):
         raise ValueError(f"{source}: token counts are {column.type}, not whole numbers")
-    counts = pc.fill_null(pc.cast(column, pa.int64()), 0).to_numpy()
+    counts = pc.fill_null(pc.cast(column, pa.int64(), safe=False), 0).to_numpy()
     bad = np.flatnonzero((counts < 1) | (counts > MOST_TOKENS))
     if bad.size:
         raise BadInput(
@@ -222,6 +224,8 @@ def _tokens(source: Path, column: pa.ChunkedArray, ids: list[str]) -> np.ndarray
 
 
 def _ids(source: Path, column: pa.ChunkedArray) -> list[str]:
+    if pa.types.is_dictionary(column.type):
+        column = pc.cast(column, column.type.value_type)
     kind = column.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
         raise ValueError(f"{source}: ids are {kind}, not text or integers")
@@ -240,7 +244,8 @@ def _scores(source: Path, column: pa.ChunkedArray, ids: list[str], needed: bool)
     if column.null_count and needed:
         rows = np.flatnonzero(pc.is_null(column).to_numpy())
         raise BadInput(f"{source}: {name_documents(ids, rows)}: the score is null; leave these out or score them")
-    return pc.cast(column, pa.float64()).to_numpy()
+    # a whole number beyond 2**53 is rounded, as any score is
+    return pc.cast(column, pa.float64(), safe=False).to_numpy()
 
 
 def _embeddings(source: Path, column: pa.ChunkedArray, ids: list[str]) -> np.ndarray:

@@ -26,6 +26,8 @@ CONCAVE = ("pws", "disf_second_moment")
 
 _BLOCK = 128
 _SHOWN = 5
+# what a float64 certificate of unit vectors is still good for
+LARGEST_WEIGHT = 1e9
 # below this the scores of a "varying" direction are rounding noise
 CONSTANT = 1e-12
 
@@ -139,20 +141,37 @@ class QualityDiversity:
         if self.given is not None:
             if {name for name, weight in self.diversity.items() if weight} - {"pws"} or self.scale == "zscore":
                 raise ValueError("what is given already is taken into account by pws alone, and not under 'zscore'")
-            if self.given.size < 0 or self.given.mean.shape != z.shape[1:]:
+            told = np.append(self.given.mean, self.given.quality)
+            if not (np.isfinite(told).all() and float(self.given.mean @ self.given.mean) <= 1.0 + 1e-6):
+                raise ValueError(
+                    "given: the mean of unit vectors and the mean quality must be finite, the mean no longer than 1"
+                )
+            if self.given.size != int(self.given.size) or self.given.size < 0 or self.given.mean.shape != z.shape[1:]:
                 raise ValueError(
                     f"given: {self.given.size} documents with a mean of shape {list(self.given.mean.shape)}, and the "
                     f"embeddings have {z.shape[1]} dimensions"
                 )
 
-    def scaled(self, values: np.ndarray, constants: tuple[float, float] | None) -> np.ndarray:
-        """float64[N]: scores on the objective's scale."""
+    def scaled(
+        self, values: np.ndarray, constants: tuple[float, float] | None, order: np.ndarray, what: str
+    ) -> np.ndarray:
+        """float64[N]: scores on the objective's scale. order: the canonical order, in which sums are taken.
+
+        Raises BadInput for scores too large or too close together to be brought to the scale.
+        """
         if not values.size:
             return values
         lo, hi = float(values.min()), float(values.max())
-        spread = float(np.std(values)) if self.scale == "zscore" else 1.0
-        offset, factor = score_scale(self.scale, constants, lo, hi, spread)
-        return (values - offset) * factor
+        with np.errstate(all="ignore"):
+            spread = float(np.std(values[order])) if self.scale == "zscore" and hi > lo else 1.0
+            offset, factor = score_scale(self.scale, constants, lo, hi, spread)
+            scaled = (values - offset) * factor
+        if not np.isfinite(scaled).all() or (spread in (0.0, np.inf)):
+            raise BadInput(
+                f"the {what} lies in {lo!r} to {hi!r}, which cannot be brought to scale {self.scale!r}; divide or "
+                "multiply it by a constant"
+            )
+        return scaled
 
 
 def check_terms(lam: float, scale: str, constants: tuple[float, float] | None, diversity: Mapping[str, float]) -> None:
@@ -165,8 +184,8 @@ def check_terms(lam: float, scale: str, constants: tuple[float, float] | None, d
     if unknown:
         raise ValueError(f"diversity metric {unknown[0]!r} is none of: {', '.join(METRICS)}")
     for name, weight in diversity.items():
-        if not (np.isfinite(weight) and weight >= 0):
-            raise ValueError(f"the weight of {name} must be finite and not negative, not {weight}")
+        if not 0 <= weight <= LARGEST_WEIGHT:
+            raise ValueError(f"the weight of {name} must lie in 0 to {LARGEST_WEIGHT:g}, not {weight}")
         if weight and scale == "zscore" and name != "pws" and lam < 1:
             raise ValueError(f"scale 'zscore' has a closed form for pws alone, not for {name}; use another scale")
     if lam > 0 and scale == "minmax" and constants is None:
@@ -193,7 +212,7 @@ def score_scale(
     if scale == "raw":
         return 0.0, 1.0
     if scale == "zscore":
-        return 0.0, 1.0 / spread
+        return 0.0, 1.0 / spread if spread else np.inf
     return lo, 1.0 / (hi - lo)
 
 
@@ -214,6 +233,9 @@ def canonical_order(ids: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]
     """
     if len(ids) != n:
         raise ValueError(f"{n} embeddings but {len(ids)} ids")
+    other = next((i for i in ids if not isinstance(i, str)), None)
+    if other is not None:
+        raise ValueError(f"ids are texts, and {other!r} is of type {type(other).__name__}; write str(id)")
     hashes = keyed.hash64(ids, 0, "tie")
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]

@@ -25,8 +25,9 @@ _ROWS = 4096
 class Part:
     """Documents that are at hand together, k of them, and what the solver knows of each.
 
-    linear: float64[k]; ties: uint64[k], distinct over all parts, the lower wins; costs: int64[k] tokens or None;
-    groups: int64[k] or None; columns: what a mask's means are taken of (`certificates.evaluate`).
+    linear: float64[k]; ties: uint64[k], distinct over all parts, the lower wins; hashes: uint64[k], of the ids; costs:
+    int64[k] tokens or None; groups: int64[k] or None; columns: what a mask's means are taken of
+    (`certificates.evaluate`).
 
     Scratch: scores float64[k]; member bool[k], the vertex last met; best bool[k], the best mask met; base float64[k],
     the weights that the hull starts from; bits uint8[MEMORY, ⌈k/8⌉], the vertices in the hull; order float64[k], the
@@ -36,6 +37,7 @@ class Part:
     vectors: Vectors
     linear: np.ndarray
     ties: np.ndarray
+    hashes: np.ndarray
     costs: np.ndarray | None
     groups: np.ndarray | None
     columns: dict[str, np.ndarray] = field(repr=False)
@@ -78,6 +80,7 @@ class InMemory:
         vectors: Vectors,
         linear: np.ndarray,
         ties: np.ndarray,
+        hashes: np.ndarray,
         costs: np.ndarray | None,
         groups: np.ndarray | None,
         columns: dict[str, np.ndarray],
@@ -87,6 +90,7 @@ class InMemory:
             vectors,
             linear,
             ties,
+            hashes,
             costs,
             groups,
             columns,
@@ -168,8 +172,9 @@ class Passes:
     mean of linear − Σ β‖mean of φ‖², what is `given` included in the means.
 
     A point is the concatenation of √β·mean of φ over the metrics of `weights`, so that f = linear − ‖point‖² and a
-    document's score is linear_i − 2·Σ √β φ_i·point. `largest` bounds |linear_i|; given_linear is the given's mean of
-    `linear`; reads counts the rows of embeddings that were read.
+    document's score is linear_i − 2·Σ √β φ_i·point. `largest` bounds |linear_i|, and `magnitude` the sum of the sizes
+    of its terms, where they cancel; given_linear is the given's mean of `linear`; reads counts the rows of embeddings
+    that were read.
     """
 
     def __init__(
@@ -181,6 +186,7 @@ class Passes:
         amounts: Sequence[int],
         largest: float,
         *,
+        magnitude: float | None = None,
         tokens: bool = False,
         given: Given | None = None,
         given_linear: float = 0.0,
@@ -192,6 +198,7 @@ class Passes:
         self.beta = sum(scale * scale for _, _, scale in self.features)
         self.amounts, self.tokens, self.largest = list(amounts), tokens, largest
         self.given, self.given_linear = given, given_linear
+        self.magnitude = abs(given_linear) + (largest if magnitude is None else magnitude)
         self.reads = 0
         self.held = 0
         self._total = GridSum(d, costs=tokens)
@@ -310,6 +317,12 @@ class Passes:
                 these = rows[a : a + _ROWS]
                 total += feature.total(part.vectors.unit(these), part.cost[these].astype(np.float64))
             return total
+
+    def total(self) -> tuple[np.ndarray, float]:
+        """(Σ cost·√β φ, Σ cost·linear) of what is given and the members."""
+        everything = self.given_size + self.held
+        point, linear = self._means([])
+        return point * everything, linear * everything
 
     def keep(self) -> None:
         """The members are the best mask so far."""

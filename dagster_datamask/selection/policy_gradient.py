@@ -24,7 +24,9 @@ Progress = Callable[[int, int, dict[str, Any]], None]
 _SATURATED = 1e-6
 # how often the trajectory is written; each entry costs one pass over a tenth of the pool
 _ENTRIES = 50
-_WORTH_ROWS = 4096
+_WORTH_ROWS = 16_384
+# documents that a group gives to a mask of a batch, below which batches are made of whole groups
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,15 @@ class _Ascent:
         ]
         n = pool.n
         self.size = min(n, max(2, round(options.batch * n)))
+        self._members: list[np.ndarray] | None = None
+        if self.groups is not None and self.size < n:
+            order = np.argsort(self.groups, kind="stable")
+            sizes = np.bincount(self.groups, minlength=len(budget.amounts))
+            filled = sizes > 0
+            taken = np.array(self.shares)[filled] * sizes[filled] * options.batch
+            if float(np.median(taken)) < _FEW:
+                self._members = [m for m in np.split(order, np.cumsum(sizes)[:-1]) if m.size]
+                self._groups_of_a_batch = max(1, round(options.batch * len(self._members)))
         # a mask of the batch leaves something out, or there is nothing to learn
         self.taken = min(self.size - 1, max(1, round(self.shares[0] * self.size)))
 
@@ -197,18 +208,18 @@ class _Ascent:
         trajectory: list[dict[str, Any]] = []
         logged, passes = 0, 0.0
         for step in range(options.steps):
-            batch = source.batch(n, self.size) if self.size < n else slice(None)
+            batch = self._batch(source)
             update, mean, saturated = self._step(source, batch, logits[batch], vectors(batch), linear[batch])
             logits[batch] += update
             means[step], skips[step] = mean, saturated
-            passes += self.size / n
+            passes += logits[batch].shape[0] / n
             if (step + 1) % every and step + 1 != options.steps:
                 continue
             skipped = int(source.fetch(skips[logged : step + 1]).sum())
             entry = {
                 "step": step + 1,
                 "value": float(means[step]),
-                **self._worth(source.fetch(logits).astype(np.float64)),
+                **self._worth(source, vectors, source.fetch(logits).astype(np.float64)),
                 "skipped": skipped,
                 "note": "saturated" if skipped else None,
             }
@@ -222,6 +233,14 @@ class _Ascent:
         if options.final == "sampled":
             final = source.fetch(source.gumbel(logits)[0]).astype(np.float64)
         return Learned(self.fill(final), learned, passes, trajectory)
+
+    def _batch(self, source: Draws) -> Any:
+        """Canonical positions of a batch: a uniform sample or, where a group's part of one would give masks nothing to
+        choose from, whole groups."""
+        if self._members is not None:
+            some = source.fetch(source.batch(len(self._members), self._groups_of_a_batch))
+            return source.index(np.sort(np.concatenate([self._members[g] for g in some.tolist()])))
+        return source.batch(self.pool.n, self.size) if self.size < self.pool.n else slice(None)
 
     def _step(self, source: Draws, batch: Any, logits: Any, vectors: Any, linear: Any) -> tuple[Any, Any, Any]:
         """(lr·ĝ for the batch, mean f of the group, saturated), all on the device."""
@@ -248,6 +267,7 @@ class _Ascent:
         """(float32[G, B] of 0 and 1, float32[B] tokens or None)."""
         if self.groups is None and self.costs is None:
             return source.mask(keys, self.taken), None
+        # groups and tokens are looked up on the host, so these budgets wait for the device once a step
         at = batch if isinstance(batch, slice) else source.fetch(batch)
         groups = np.zeros(keys.shape[1], np.int64) if self.groups is None else self.groups[at]
         costs = None if self.costs is None else self.costs[at]
@@ -289,7 +309,7 @@ class _Ascent:
         """Documents of the largest mask."""
         return self.taken if self.groups is None and self.costs is None else int(mask.sum(1).max())
 
-    def _worth(self, logits: np.ndarray) -> dict[str, float]:
+    def _worth(self, source: Draws, vectors: Any, logits: np.ndarray) -> dict[str, float]:
         """{"mask_value": f} of the mask that the logits stand for, where f is made of means."""
         weights = self.pool.terms.weights
         if set(weights) - {"pws"}:
@@ -298,11 +318,13 @@ class _Ascent:
         if not rows.size:
             return {"mask_value": 0.0}
         costs = np.ones(rows.size) if self.budget.costs is None else self.budget.costs[rows].astype(np.float64)
-        ordered = np.argsort(self.pool.ties[rows])
-        rows, costs = rows[ordered], costs[ordered]
+        positions = self.pool.ties[rows].astype(np.int64)
+        ordered = np.argsort(positions)
+        rows, costs, positions = rows[ordered], costs[ordered], positions[ordered]
         mean = np.zeros(self.pool.vectors.d)
         for a in range(0, rows.size, _WORTH_ROWS):
-            mean += costs[a : a + _WORTH_ROWS] @ self.pool.vectors.unit(rows[a : a + _WORTH_ROWS]).astype(np.float64)
+            some = source.single(vectors(source.index(positions[a : a + _WORTH_ROWS])))
+            mean += source.fetch(source.put(costs[a : a + _WORTH_ROWS]) @ some)
         mean /= costs.sum()
         quality = float(costs @ self.pool.linear[rows]) / float(costs.sum())
         return {"mask_value": quality - weights.get("pws", 0.0) * float(mean @ mean)}

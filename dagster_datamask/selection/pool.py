@@ -33,7 +33,8 @@ class Pool:
 
     Whatever that order, solvers give the same documents: they break ties by `ties` or work in canonical order.
 
-    order: int64[N], the row at each canonical position; ties: uint64[N], each row's canonical position; mean: float64
+    order: int64[N], the row at each canonical position; ties: uint64[N], each row's canonical position; hashes:
+    uint64[N], of its id; mean: float64
     [d], the mean of ẑ; quality: the raw scores, or None where there are none for every document; scaled: λ's factor;
     linear: λ·scaled + Σ weight·score, all float64[N]; terms: what f is made of, scales resolved; checksum: of the
     stored vectors.
@@ -43,6 +44,7 @@ class Pool:
     vectors: Vectors
     order: np.ndarray = field(repr=False)
     ties: np.ndarray = field(repr=False)
+    hashes: np.ndarray = field(repr=False)
     mean: np.ndarray = field(repr=False)
     quality: np.ndarray | None = field(repr=False)
     scaled: np.ndarray = field(repr=False)
@@ -59,6 +61,14 @@ class Pool:
     def largest(self) -> float:
         """The largest |linear|, 0 for no documents."""
         return float(np.abs(self.linear).max(initial=0.0))
+
+    @property
+    def magnitude(self) -> float:
+        """The largest sum of the sizes of the terms of `linear`, which may cancel."""
+        sizes = [self.terms.lam * self.scaled] + [
+            self.terms.scores[name] * column for name, column in self.scores.items()
+        ]
+        return sum(float(np.abs(column).max(initial=0.0)) for column in sizes)
 
     @property
     def linear_mean(self) -> float:
@@ -121,9 +131,11 @@ def prepare_pool(objective: QualityDiversity, ids: Sequence[str]) -> Pool:
     quality, scaled = None, np.zeros(n)
     if objective.quality is not None and (objective.lam > 0 or np.isfinite(objective.quality).all()):
         quality = finite_scores(ids, objective.quality, "score")
-        scaled = objective.scaled(quality, objective.constants)
+        scaled = objective.scaled(quality, objective.constants, order, "score")
     scores = {
-        name: objective.scaled(finite_scores(ids, score.values, f"score {name!r}"), score.constants)
+        name: objective.scaled(
+            finite_scores(ids, score.values, f"score {name!r}"), score.constants, order, f"score {name!r}"
+        )
         for name, score in objective.scores.items()
     }
     linear = objective.lam * scaled if objective.lam else np.zeros(n)
@@ -139,6 +151,7 @@ def prepare_pool(objective: QualityDiversity, ids: Sequence[str]) -> Pool:
         vectors=prepared.vectors,
         order=order,
         ties=ties,
+        hashes=by_row,
         mean=mean,
         quality=quality,
         scaled=scaled,

@@ -188,15 +188,14 @@ class CpuDraws:
         if size == vectors.n:
             whole = vectors.unit(order)
             return lambda batch: whole[batch]
-        parts = [slice(a, min(a + _GATHERED, size)) for a in range(0, size, _GATHERED)]
 
         def gather(batch: np.ndarray) -> np.ndarray:
-            rows = np.empty((size, vectors.d), np.float32)
+            rows = np.empty((batch.size, vectors.d), np.float32)
 
-            def fill(k: int) -> None:
-                rows[parts[k]] = vectors.unit(order[batch[parts[k]]])
+            def fill(a: int) -> None:
+                rows[a : a + _GATHERED] = vectors.unit(order[batch[a : a + _GATHERED]])
 
-            list(self._threads.map(fill, range(len(parts))))
+            list(self._threads.map(fill, range(0, batch.size, _GATHERED)))
             return rows
 
         return gather
@@ -224,13 +223,14 @@ class TorchDraws:
     """Draws on a torch device, from a generator seeded by the same key. Nothing here waits for the device but
     `fetch`."""
 
-    def __init__(self, device: str, seed: int, group: int) -> None:
+    def __init__(self, accelerator: Accelerator, seed: int, group: int) -> None:
         import torch
 
         self._torch = torch
-        self._device = device
+        self._accelerator = accelerator
+        self._device = accelerator.device
         self._group = group
-        self._generator = torch.Generator(device=device)
+        self._generator = torch.Generator(device=self._device)
         self._generator.manual_seed(seed)
 
     @property
@@ -277,6 +277,9 @@ class TorchDraws:
         return self.xp.from_numpy(columns).to(self._device)
 
     def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], Any]:
+        self._accelerator.plan(
+            f"a pool of {vectors.n:,} documents on {self._device}", 2 * vectors.n * vectors.d, "take smaller splits"
+        )
         # half precision in memory, sums in single: a unit row's entries lose 5e-4 of themselves, in the search alone
         held = self.xp.empty((vectors.n, vectors.d), dtype=self.xp.float16, device=self._device)
         for a in range(0, vectors.n, _GATHERED):
@@ -306,4 +309,4 @@ def draws(accelerator: Accelerator, group: int, seed: int, purpose: str, *keys: 
     generator = keyed.rng(seed, purpose, *keys)
     if not accelerator.is_cuda:
         return CpuDraws(generator, group)
-    return TorchDraws(accelerator.device, int(generator.integers(2**63)), group)
+    return TorchDraws(accelerator, int(generator.integers(2**63)), group)

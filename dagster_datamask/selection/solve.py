@@ -237,7 +237,7 @@ def solve(
 def pool_passes(pool: Pool, budget: Budget) -> tuple[Passes, Part]:
     """The passes over a pool in memory, for its concave metrics, and the one part they are over."""
     given = pool.objective.given
-    parts = InMemory(pool.vectors, pool.linear, pool.ties, budget.costs, budget.groups, pool.columns())
+    parts = InMemory(pool.vectors, pool.linear, pool.ties, pool.hashes, budget.costs, budget.groups, pool.columns())
     passes = Passes(
         parts,
         pool.n,
@@ -245,6 +245,7 @@ def pool_passes(pool: Pool, budget: Budget) -> tuple[Passes, Part]:
         pool.terms.weights,
         budget.amounts,
         pool.largest,
+        magnitude=pool.magnitude,
         tokens=budget.costs is not None,
         given=given,
         given_linear=0.0 if given is None else pool.terms.lam * given.quality,

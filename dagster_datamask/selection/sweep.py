@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.budgets import Budget, parse_tokens
+from dagster_datamask.selection.budgets import Budget, exact_number, parse_tokens
 from dagster_datamask.selection.files import read_documents
 from dagster_datamask.selection.objectives import BadInput, QualityDiversity
 from dagster_datamask.selection.policy_gradient import Progress
@@ -95,7 +95,7 @@ def parse_lambdas(text: str) -> tuple[float, ...]:
 
 def _number(text: str, whole: str) -> Fraction:
     try:
-        return Fraction(text)
+        return exact_number(text)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"--lambda {whole!r}: {text!r} is no number; write 0,0.1,0.5 or 0:1:0.05") from None
 

@@ -157,7 +157,11 @@ class DeviceVectors(Vectors):
 
 def on_device(vectors: Vectors, accelerator: Accelerator) -> Vectors:
     """The rows where the accelerator computes: a copy of them on a CUDA device, as they are on the CPU."""
-    return DeviceVectors(vectors, accelerator.device) if accelerator.is_cuda else vectors
+    if not accelerator.is_cuda:
+        return vectors
+    size = vectors.stored.nbytes + vectors.inverse.nbytes
+    accelerator.plan(f"a pool of {vectors.n:,} documents on {accelerator.device}", size, "take smaller splits")
+    return DeviceVectors(vectors, accelerator.device)
 
 
 def _torch_dtype(rows: np.ndarray) -> Any:
@@ -265,6 +269,9 @@ class Feature(Protocol):
     def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """float64[size]: Σ weight·φ over unit rows, summed in the rows' precision."""
 
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        """float64[k, size]: φ of unit rows in float64."""
+
     def gram(self, cosines: np.ndarray) -> np.ndarray:
         """φ·φ' from ẑ·ẑ'."""
 
@@ -289,6 +296,9 @@ class First:
 
     def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         return (weights.astype(rows.dtype) @ rows).astype(np.float64)
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        return rows
 
     def gram(self, cosines: np.ndarray) -> np.ndarray:
         return cosines
@@ -319,6 +329,9 @@ class Second:
             part = rows[a : a + 16 * _PRODUCT]
             total += part.T @ (part * weights[a : a + 16 * _PRODUCT, None].astype(part.dtype))
         return total.ravel()
+
+    def rows(self, rows: np.ndarray) -> np.ndarray:
+        return np.einsum("ij,ik->ijk", rows, rows).reshape(len(rows), -1)
 
     def gram(self, cosines: np.ndarray) -> np.ndarray:
         return cosines * cosines

@@ -1,10 +1,18 @@
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_datamask.selection.budgets import largest_remainder, parse_budget
+from dagster_datamask.selection.budgets import (
+    Budget,
+    documents,
+    largest_remainder,
+    parse_budget,
+    parse_tokens,
+    quotas,
+)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +116,67 @@ def test_what_a_full_group_cannot_take_goes_to_the_others() -> None:
 def test_refuses_what_cannot_be_shared(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         largest_remainder(*arguments)
+
+
+def test_budgets_that_count_no_whole_things_are_refused() -> None:
+    for size in (True, 2.5, "7", None):
+        with pytest.raises(ValueError, match="is not a whole number of documents"):
+            documents(size)
+    assert documents(np.int64(5)).amounts == (5,)
+    for costs in (np.full(4, 1.5), np.array([1.0, np.nan, 2.0, 3.0]), np.ones(4, bool)):
+        with pytest.raises(ValueError, match="token counts must be whole numbers, not"):
+            Budget((2,), costs).check(4)
+    with pytest.raises(ValueError, match="row 1 has 0 tokens"):
+        Budget((2,), np.array([1, 0, 2])).check(3)
+    with pytest.raises(ValueError, match=f"row 2 has {2**24 + 1} tokens"):
+        Budget((2,), np.array([1, 1, 2**24 + 1])).check(3)
+    with pytest.raises(ValueError, match="2 quotas, and no groups"):
+        Budget((2, 1)).check(3)
+    with pytest.raises(ValueError, match="budget 2 is not between 0 and the 1 documents of group b"):
+        Budget((1, 2), None, np.array([0, 1, 0]), ("a", "b")).check(3)
+
+
+@pytest.mark.parametrize("text", ["1e99999999tok", "1e99999999", "1e9999%", "9" * 60])
+def test_a_number_too_long_to_be_meant_is_refused_at_once(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_tokens(text) if text.endswith("tok") else parse_budget(text, 10)
+
+
+def test_tokens_are_read_exactly() -> None:
+    assert parse_tokens("2e9tok") == 2 * 10**9
+    assert parse_tokens(" 5000 tok") == 5000
+    assert parse_tokens("10%") is parse_tokens(5000) is None
+    for text in ("1.5tok", "-1tok", "tok", "1/2tok", "ntok"):
+        with pytest.raises(ValueError, match="not a whole number of tokens"):
+            parse_tokens(text)
+
+
+def test_quotas_follow_the_groups_sizes_and_add_up() -> None:
+    groups = ["b"] * 7 + ["a"] * 2 + [""] * 1
+    found = quotas(5, groups)
+    assert found.names == ("", "a", "b")
+    assert found.amounts == (1, 1, 3)
+    assert found.groups.tolist() == [2] * 7 + [1] * 2 + [0]
+    tokens = quotas(100, ["x", "y", "x"], np.array([50, 30, 100]))
+    assert tokens.amounts == (83, 17)
+    assert quotas(0, []).amounts == (0,)
+    assert quotas(1, ["a", "a\0"]).names == ("a", "a\0")
+    with pytest.raises(ValueError, match="budget 11 asks for more than the 10 there are"):
+        quotas(11, groups)
+
+
+@given(n=st.integers(1, 12), tokens=st.booleans(), groups=st.integers(1, 3), seed=st.integers(0, 10**6))
+def test_a_budget_is_filled_by_the_best_that_fit(n: int, tokens: bool, groups: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    scores, ties = rng.integers(0, 4, n).astype(float), rng.permutation(n).astype(np.uint64)
+    costs = rng.integers(1, 6, n) if tokens else None
+    group = rng.integers(0, groups, n) if groups > 1 else None
+    room = Budget((0,) * groups, costs, group).available(n)
+    budget = Budget(tuple(int(rng.integers(0, r + 1)) for r in room), costs, group)
+    left, expected = list(budget.amounts), []
+    for row in sorted(range(n), key=lambda i: (-scores[i], int(ties[i]))):
+        g, cost = 0 if group is None else int(group[row]), 1 if costs is None else int(costs[row])
+        if cost <= left[g]:
+            left[g] -= cost
+            expected.append(row)
+    assert budget.fill(scores, ties).tolist() == sorted(expected)

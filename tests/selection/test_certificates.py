@@ -16,7 +16,7 @@ from dagster_datamask.selection.certificates import (
     numerical_error,
     upper_bound,
 )
-from dagster_datamask.selection.objectives import Given, QualityDiversity, Score
+from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score
 from dagster_datamask.selection.passes import Passes
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
 from dagster_datamask.selection.pool import Pool, prepare_pool
@@ -243,3 +243,61 @@ def test_evaluation_parts_add_up() -> None:
     assert found.quality_raw == pytest.approx(f.quality[rows].mean(), abs=1e-12)
     assert found.value == pytest.approx(value_of(f, rows), abs=1e-12)
     np.testing.assert_allclose(found.mean_vector, f.embeddings[rows].mean(axis=0), atol=1e-15)
+
+
+@pytest.mark.parametrize("level", [1e6, 1e9, 1e12])
+def test_terms_that_cancel_are_covered_by_the_error(level: float) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        quality = rng.uniform(0.5, 1.0, 30) * level
+        other = Score(-quality + rng.standard_normal(30), 0.5)
+        f = QualityDiversity(vectors(rng, 30, 3), quality, 0.5, "raw", scores={"other": other})
+        found = solve(f, 7, solver="top_k", ids=ids_of(30))
+        exact = (
+            sum(
+                Fraction(float(quality[i])) * Fraction(1, 2) + Fraction(float(other.values[i])) / 2
+                for i in found.indices
+            )
+            / 7
+        )
+        mean = f.embeddings[found.indices].mean(axis=0)
+        assert found.certificate.gap >= 0
+        assert (
+            abs(found.value - float(exact - Fraction(float(mean @ mean)) / 2))
+            <= found.certificate.numerical_error + 1e-12
+        )
+
+
+@pytest.mark.parametrize("n", [300, 700])
+@pytest.mark.parametrize("lam", [0.9999, 1.0])
+def test_an_enumerated_optimum_is_covered_by_the_error(n: int, lam: float) -> None:
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        quality = np.full(n, float(rng.uniform(1, 9)))
+        quality[int(rng.integers(0, n))] = float(rng.uniform(1, 9))
+        f = QualityDiversity(vectors(rng, n, 2), quality, lam, "raw")
+        best, top = (solve(f, n - 1, solver=solver, ids=ids_of(n)).certificate for solver in ("certified", "top_k"))
+        assert 0 <= best.gap < 1e-8
+        assert top.gap >= 0
+
+
+def test_given_quality_far_from_the_pools_is_covered_by_the_error() -> None:
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        z = vectors(rng, 20, 3)
+        before = Given(7, z[:7].mean(axis=0), float(rng.uniform(5, 15)))
+        f = QualityDiversity(z[7:], np.full(13, float(rng.choice([0.0, 1e-9]))), 0.999, "raw", given=before)
+        for size in (0, 3, 13):
+            assert solve(f, size, solver="certified", ids=ids_of(13)).certificate.gap >= 0
+
+
+def test_objectives_of_any_size_are_certified_or_refused() -> None:
+    rng = np.random.default_rng(0)
+    z = vectors(rng, 40, 3)
+    for size in (1e-170, 1e-300, 1e150):
+        quality = rng.uniform(1, 2, 40) * size
+        found = solve(QualityDiversity(z, quality, 1.0, "raw"), 9, solver="certified", ids=ids_of(40))
+        assert found.certificate.gap <= 1e-9 * size
+    for scale, quality in (("zscore", rng.uniform(1, 2, 40) * 1e-200), ("per_pool", rng.uniform(-1, 1, 40) * 1.7e308)):
+        with pytest.raises(BadInput, match=f"cannot be brought to scale '{scale}'"):
+            solve(QualityDiversity(z, quality, 0.5, scale), 9, solver="certified", ids=ids_of(40))

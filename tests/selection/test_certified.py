@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dagster_datamask.selection.budgets import documents
+from dagster_datamask.selection.budgets import Budget, documents
 from dagster_datamask.selection.certified import (
     CertifiedOptions,
     _Hull,
@@ -20,7 +20,7 @@ from dagster_datamask.selection.passes import Vertex
 from dagster_datamask.selection.pool import prepare_pool
 from dagster_datamask.selection.solve import pool_passes, solve
 
-from .oracles import all_values, ids_of, objective, vectors
+from .oracles import all_values, feasible, ids_of, objective, vectors, worth
 
 MINILM = Path(__file__).parents[2] / "../shared/data/embeddings_minilm_l6_fp16.parquet"
 
@@ -194,3 +194,34 @@ def test_real_web_pages_reach_the_reference() -> None:
     assert -0.005830 < found.certificate.upper_bound <= -0.0058256
     assert found.certificate.gap <= 1e-5
     assert found.certificate.share > 0.9999
+
+
+@pytest.mark.parametrize("diversity", [{"pws": 1.0}, {"disf_second_moment": 1.0}])
+@pytest.mark.parametrize("kind", ["documents", "quotas", "tokens"])
+@pytest.mark.parametrize("shift", [0.0, 0.1])
+def test_isotropic_pools_close_their_gap(diversity: dict[str, float], kind: str, shift: float) -> None:
+    # the relaxation's optimum is the uniform weights here, and says nothing about which documents
+    rng = np.random.default_rng(0)
+    n, d = 4000, 12
+    z = (rng.standard_normal((n, d)) + shift).astype(np.float32)
+    costs, groups = rng.integers(20, 900, n), rng.integers(0, 3, n)
+    budget = {
+        "documents": documents(400),
+        "quotas": Budget((100, 150, 150), None, groups),
+        "tokens": Budget((int(costs.sum()) // 10,), costs),
+    }[kind]
+    f = QualityDiversity(z, None, 0.0, diversity=diversity)
+    found, drawn = (solve(f, budget, solver=s, ids=ids_of(n)) for s in ("certified", "random"))
+    left, before = found.certificate.gap, found.certificate.upper_bound - drawn.value
+    assert found.value > drawn.value
+    assert left < (0.02 if kind != "tokens" else 0.2) * before
+
+
+def test_quotas_of_a_few_documents_are_enumerated_too() -> None:
+    rng = np.random.default_rng(1)
+    f = objective(rng, 9, 3, 0.2)
+    budget = Budget((2, 1), None, np.array([0, 1, 0, 0, 1, 0, 1, 0, 1]))
+    found = solve(f, budget, solver="certified", ids=ids_of(9))
+    best = max(worth(f, mask) for mask in feasible(9, budget))
+    assert found.value == pytest.approx(best, abs=1e-12)
+    assert found.certificate.gap < 1e-11

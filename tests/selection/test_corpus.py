@@ -201,3 +201,24 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     grouped = documents.corpus(tmp_path / "groups", 0.3, [np.arange(20)], groups=True)
     with pytest.raises(ValueError, match="is of group 2, and there are 2 quotas"):
         solve_corpus(grouped, [1, 1])
+
+
+def test_columns_of_another_kind_or_length_are_refused(tmp_path: Path) -> None:
+    z = np.ones((3, 2), np.float16)
+    for k, (block, message) in enumerate(
+        [
+            (Block(["a", "b"], np.ones(3), z), "2 ids and 3 vectors"),
+            (Block(["a", "b", "c"], np.ones(2), z), "3 ids and 2 scores"),
+            (Block(["a", "b", "c"], np.ones(3), z, costs=np.full(3, 1.5)), "token counts must be whole numbers"),
+            (Block(["a", "b", "c"], np.ones(3), z, costs=np.full(3, 2**28)), f"row 0 has {2**28} tokens"),
+            (Block(["a", "b", "c"], np.ones(3), z, groups=np.zeros(3)), "groups must be whole numbers"),
+        ]
+    ):
+        corpus = Corpus(tmp_path / str(k), lam=0.3, scale="minmax", constants=CONSTANTS)
+        with pytest.raises(ValueError, match=f"shard x: {message}"):
+            corpus.add("x", lambda block=block: [block])
+    plain = Corpus(tmp_path / "plain", lam=0.0, scale="minmax", constants=None)
+    plain.add("x", lambda: [Block(["a"], None, z[:1].astype(np.float32))])
+    assert plain.dtype == "float32"
+    with pytest.raises(ValueError, match="was written without scores, for λ = 0; remove it"):
+        Corpus(tmp_path / "plain", lam=0.3, scale="raw", constants=None).add("x", list)

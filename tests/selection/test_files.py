@@ -6,8 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dagster_datamask.selection.dvrl import DvrlOptions
 from dagster_datamask.selection.files import read_documents, solve_file
 from dagster_datamask.selection.objectives import BadInput
+from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
+from dagster_datamask.selection.solve import SOLVERS
 
 from .oracles import ids_of, vectors
 
@@ -151,3 +154,66 @@ def test_unusable_types_and_files_are_refused(tmp_path: Path) -> None:
         solve_file(tmp_path / "whole.parquet", None, budget=5, lam=0.0)
     with pytest.raises(ValueError, match=r"out\.csv: write the mask to a file that ends in"):
         solve_file(tmp_path / "whole.parquet", tmp_path / "out.csv", budget=1, lam=0.0)
+
+
+def budgeted(tmp_path: Path, n: int = 30) -> Path:
+    data = table(n)
+    rng = np.random.default_rng(0)
+    data = data.append_column("token_count", pa.array(rng.integers(10, 90, n)))
+    names = pa.array([("web", "books", None)[k % 3] for k in range(n)], pa.string())
+    return save(tmp_path / "budgeted.parquet", data.append_column("source", names))
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_every_solver_writes_a_mask_that_can_be_read_again(tmp_path: Path, solver: str) -> None:
+    options = {"policy_gradient": PolicyGradientOptions(steps=5), "dvrl": DvrlOptions(steps=5, hidden=4)}.get(solver)
+    diversity = {"disf": 1.0} if solver == "conditional_gradient" else None
+    source, out = budgeted(tmp_path), tmp_path / "mask.parquet"
+    seen: list[dict] = []
+    found = solve_file(
+        source, out, budget=9, lam=0.2, solver=solver, diversity=diversity, options=options,
+        progress=lambda step, steps, entry: seen.append(entry),
+    )  # fmt: skip
+    rows = pq.read_table(out).to_pylist()
+    kept = {row["id"] for row in rows if row["selected"]}
+    assert len(kept) == found["kept"] == 9
+    json.dumps(found, allow_nan=False)
+    for row in rows:
+        if row["reason"] is not None:
+            assert (solver, row["reason"], row["selected"]) == ("semdedup", "near_duplicate", False)
+            assert row["kept_id"] in kept
+            assert -1 <= row["similarity"] <= 1
+
+
+def test_tokens_and_quotas_of_a_file(tmp_path: Path) -> None:
+    source = budgeted(tmp_path)
+    data = pq.read_table(source)
+    tokens = dict(zip(data["id"].to_pylist(), data["token_count"].to_pylist(), strict=True))
+    out = tmp_path / "mask.parquet"
+    found = solve_file(source, out, budget="400tok", lam=0.2)
+    kept = [row["id"] for row in pq.read_table(out).to_pylist() if row["selected"]]
+    assert sum(tokens[i] for i in kept) == found["tokens"] <= 400
+    assert min(t for i, t in tokens.items() if i not in kept) > 400 - found["tokens"]
+    shared = solve_file(source, None, budget="40%", lam=0.2, quota="source")
+    assert shared["quotas"] == {"": 4, "books": 4, "web": 4}
+    numbered = solve_file(source, None, budget="40%", lam=0.2, quota="token_count")
+    assert sum(numbered["quotas"].values()) == 12
+    with pytest.raises(ValueError, match=r"budgeted.parquet: has no column 'topic'"):
+        solve_file(source, None, budget=3, lam=0.2, quota="topic")
+    with pytest.raises(ValueError, match=r"budgeted.parquet: budget 9999999 asks for more|is not between"):
+        solve_file(source, None, budget="9999999tok", lam=0.2)
+    with pytest.raises(ValueError, match=r"there is no folder .*nowhere; make it first"):
+        solve_file(source, tmp_path / "nowhere" / "mask.parquet", budget=3, lam=0.2)
+    broken = data.set_column(3, "token_count", pa.array([None, 0, *data["token_count"].to_pylist()[2:]]))
+    with pytest.raises(
+        BadInput, match=r"2 documents: 'doc-0' \(row 0\), 'doc-1' \(row 1\): the token count is not in 1"
+    ):
+        solve_file(save(tmp_path / "broken.parquet", broken), None, budget="100tok", lam=0.2)
+
+
+def test_ids_of_a_dictionary_and_an_empty_file_with_quotas(tmp_path: Path) -> None:
+    data = table(6)
+    coded = data.set_column(0, "id", data["id"].combine_chunks().dictionary_encode())
+    assert solve_file(save(tmp_path / "coded.arrow", coded), None, budget=2, lam=0.2)["kept"] == 2
+    empty = table(0).append_column("source", pa.array([], pa.string()))
+    assert solve_file(save(tmp_path / "empty.parquet", empty), None, budget=0, lam=0.2, quota="source")["kept"] == 0

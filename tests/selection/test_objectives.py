@@ -136,7 +136,7 @@ def test_colliding_hashes_of_distinct_ids_go_by_the_id(monkeypatch: pytest.Monke
         ((np.ones((3, 2)), np.ones(3), 0.5), "'minmax' needs its frozen constants"),
         ((np.ones((3, 2)), np.ones(3), 0.5, "minmax", (2.0, 1.0)), "not finite and in order"),
         ((np.ones((3, 2)), None, 0.0, "raw", None, {"cosine": 1.0}), "metric 'cosine' is none of: pws"),
-        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": -1.0}), "weight of pws must be finite and not negative"),
+        ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": -1.0}), "weight of pws must lie in 0 to 1e.09, not -1.0"),
         ((np.ones((3, 2)), None, 0.0, "zscore", None, {"disf": 1.0}), "closed form for pws alone, not for disf"),
         ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": 1.0}, {"s": Score(np.ones(2), 1.0)}), r"'s' of shape \[2\]"),
         ((np.ones((3, 2)), None, 0.0, "raw", None, {"pws": 1.0}, {"s": Score(np.ones(3), np.inf)}), "not finite: inf"),

@@ -167,7 +167,7 @@ def test_the_same_steps_run_on_torch(gradient: str, batch: float) -> None:
     pool = prepare_pool(f, ids_of(40))
     options = PolicyGradientOptions(group=64, lr=2.0, steps=200, batch=batch, gradient=gradient, final="sampled")
     start = initial_logits(pool, 0.0, 2.0)
-    learned = _Ascent(pool, documents(8), options).run(TorchDraws("cpu", 5, 64), start, None)
+    learned = _Ascent(pool, documents(8), options).run(TorchDraws(Accelerator(), 5, 64), start, None)
     best = solve(f, 8, solver="certified", ids=ids_of(40))
     first = value_of(f, pool.order[top_s(start, 8)].tolist())
     assert learned.rows.size == np.unique(learned.rows).size == 8
@@ -202,7 +202,7 @@ def test_every_metric_is_learned_under_every_budget_on_numpy_and_torch(budget: B
     ascent, start = _Ascent(pool, budget, options), np.zeros(60)
     for learned in (
         learn_mask(pool, budget, options, seed=0, split=0, accelerator=Accelerator()),
-        ascent.run(TorchDraws("cpu", 5, 64), start, None),
+        ascent.run(TorchDraws(Accelerator(), 5, 64), start, None),
     ):
         held = learned.rows.tolist()
         assert held in [sorted(held)]

@@ -28,7 +28,7 @@ def test_top_s_refuses_a_size_outside_the_pool(size: int) -> None:
 
 
 def both(group: int) -> list[CpuDraws | TorchDraws]:
-    return [CpuDraws(keyed.rng(3, "test"), group), TorchDraws("cpu", 3, group)]
+    return [CpuDraws(keyed.rng(3, "test"), group), TorchDraws(Accelerator(), 3, group)]
 
 
 @pytest.mark.parametrize("source", both(4000), ids=["numpy", "torch"])
