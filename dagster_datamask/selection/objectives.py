@@ -141,15 +141,15 @@ class QualityDiversity:
         if self.given is not None:
             if {name for name, weight in self.diversity.items() if weight} - {"pws"} or self.scale == "zscore":
                 raise ValueError("what is given already is taken into account by pws alone, and not under 'zscore'")
-            told = np.append(self.given.mean, self.given.quality)
-            if not (np.isfinite(told).all() and float(self.given.mean @ self.given.mean) <= 1.0 + 1e-6):
+            size, mean, quality = self.given.size, self.given.mean, self.given.quality
+            if size != int(size) or size < 0 or mean.shape != z.shape[1:]:
                 raise ValueError(
-                    "given: the mean of unit vectors and the mean quality must be finite, the mean no longer than 1"
+                    f"given: {size} documents with a mean of shape {list(mean.shape)}, and the embeddings have "
+                    f"{z.shape[1]} dimensions"
                 )
-            if self.given.size != int(self.given.size) or self.given.size < 0 or self.given.mean.shape != z.shape[1:]:
+            if not (np.isfinite(mean).all() and np.isfinite(quality) and float(mean @ mean) <= 1.0 + 1e-6):
                 raise ValueError(
-                    f"given: {self.given.size} documents with a mean of shape {list(self.given.mean.shape)}, and the "
-                    f"embeddings have {z.shape[1]} dimensions"
+                    "given: the mean of unit vectors and the mean quality are finite, the mean of length 1 at most"
                 )
 
     def scaled(
