@@ -26,9 +26,8 @@ from dagster_datamask.reporting.canvas import (
 )
 from dagster_datamask.reporting.tables import human
 
-# most rows and columns of the map of clusters, and most cells in which a number is legible
+# most rows and columns of the map of clusters: as many as leave every cell's number legible
 _CELLS = 8
-_NUMBERED = 8
 _HOST_CHARACTERS = 34
 
 
@@ -119,19 +118,16 @@ def cluster_map_figure(
         (right, share, f"after: share kept ({100 * kept.sum() / pool.sum():.1f} % in all)"),
     ):
         top = float(np.nanmax(values)) or 1.0
-        picture = axes.imshow(values, cmap="cividis", vmin=0, vmax=top, origin="lower", aspect="auto")
+        axes.imshow(values, cmap="cividis", vmin=0, vmax=top, origin="lower", aspect="auto")
         axes.grid(False)
-        if side <= _NUMBERED:
-            for (i, j), value in np.ndenumerate(values):
-                if np.isfinite(value):
-                    # cividis is dark below
-                    colour = "white" if value < 0.55 * top else "black"
-                    text = f"{value:.0f}" if value >= 9.95 or not value else f"{value:.1f}"
-                    axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=SMALL)
-        else:
-            figure.colorbar(picture, ax=axes, format="%g %%")
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                # cividis is dark below
+                colour = "white" if value < 0.55 * top else "black"
+                text = f"{value:.0f}" if value >= 9.95 or not value else f"{value:.1f}"
+                axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=SMALL)
         axes.set_title(f"{name}, %", fontsize=SMALL, loc="left")
-        axes.set_xticks(range(side), [f"{value:.1f}" for value in columns], rotation=0)
+        axes.set_xticks(range(side), [f"{value:.1f}" for value in columns])
         axes.set_yticks(range(side), [f"{value:.2f}" for value in rows])
         axes.set_xlabel("mean quality of the clusters")
     left.set_ylabel("cosine with the pool's mean")
@@ -152,11 +148,10 @@ def selections_map_figure(places: np.ndarray | None, masks: Mapping[str, np.ndar
 
     places: float64[n, 2], or None where there are too few documents for a map; masks: {name: bool[n]}, at most four.
     """
-    figure, panels = canvas(title, 4, (7.2, 6.4), rows=2)
     if places is None:
-        for axes in panels[1:]:
-            say(axes, "")
-        return nothing(figure, panels[0], "too few documents for a map")
+        figure, (axes,) = canvas(title)
+        return nothing(figure, axes, "too few documents for a map")
+    figure, panels = canvas(title, 4, (7.2, 6.4), rows=2)
     every = len(places)
     for i, (axes, (name, mask)) in enumerate(zip(panels, masks.items(), strict=False)):
         axes.grid(False)
@@ -226,6 +221,7 @@ def hosts_figure(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
         label.set_parse_math(False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} %"))
     axes.set_xlim(left=0)
+    axes.set_ylim(0.6 - len(rows), 0.6)
     axes.set_xlabel("share of documents")
     legend_below(figure, axes)
     return png(figure)
@@ -248,7 +244,8 @@ def overlap_figure(names: Sequence[str], shares: np.ndarray, title: str) -> byte
         if np.isfinite(share):
             colour = "white" if share < 0.55 else "black"
             axes.text(j, i, f"{100 * share:.0f} %", ha="center", va="center", color=colour)
-    axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 4 else 0, fontsize=SMALL)
+    slanted = {"rotation": 20, "ha": "right"} if len(names) > 4 else {}
+    axes.set_xticks(range(len(names)), names, fontsize=SMALL, **slanted)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel("of the documents of")
     axes.set_xlabel("this share is in")
