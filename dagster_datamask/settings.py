@@ -352,7 +352,7 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
         "embed": {"max_tokens": 128},
         "cluster": {"sample": 400},
         "select": {"solver": "certified", "compare_steps": 300},
-        "export": {"license": "other", "source_name": "documentation of installed Python packages", "source_url": ""},
+        "export": {"license": "unknown", "source_name": "demo documents", "source_url": ""},
     },
 }
 

@@ -17,7 +17,7 @@ from dagster_datamask.cli import app
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from tests.conftest import SNAPSHOTS
-from tests.project import settings_for, write_shard
+from tests.project import Project, settings_for, write_shard
 
 Run = Callable[..., Result]
 
@@ -423,6 +423,80 @@ class TestDiff:
         line = one_line(datamask("diff", pool, pool))
         assert "pool.parquet: has no column 'selected' or 'decision'" in line
         assert "no-such.parquet: No such file" in one_line(datamask("diff", "no-such.parquet", pool))
+
+
+class TestApply:
+    @pytest.fixture
+    def ids(self, small_source: Path, tmp_path: Path) -> Path:
+        path = tmp_path / "ids.parquet"
+        chosen = [f"{SNAPSHOTS[0]}/000_00000/{k}" for k in (3, 17, 38)]
+        pl.DataFrame({"doc_id": chosen, "snapshot": SNAPSHOTS[0]}).write_parquet(path)
+        return path
+
+    def test_the_kept_rows_in_the_sources_layout(self, datamask: Run, ids: Path, small_source: Path) -> None:
+        result = datamask("apply", ids, small_source, "--out", "kept", "--json")
+        assert result.exit_code == 0, result.stderr
+        told = json.loads(result.stdout)
+        assert (told["wanted"], told["rows"], told["missing"]) == (3, 3, 0)
+        file = f"data/{SNAPSHOTS[0]}/000_00000.parquet"
+        assert list(files(Path("kept"))) == [file]
+        source = pl.read_parquet(small_source / file)
+        assert pl.read_parquet(Path("kept") / file).equals(source[[3, 17, 38]])
+        assert "3 documents of 3 written to again" in datamask("apply", ids, small_source, "--out", "again").stdout
+
+    def test_what_is_missing_is_exit_code_1(self, datamask: Run, ids: Path, small_source: Path) -> None:
+        more = pl.concat([pl.read_parquet(ids), pl.DataFrame({"doc_id": ["[red]gone"], "snapshot": SNAPSHOTS[0]})])
+        more.write_parquet(ids)
+        result = datamask("apply", ids, small_source, "--out", "kept")
+        assert result.exit_code == 1
+        assert f"missing: 1, all in missing.parquet; the first: [red]gone of {SNAPSHOTS[0]}" in result.stdout
+        assert (
+            result.stderr.splitlines()[-1].startswith("1 documents are not in ") and "--allow-missing" in result.stderr
+        )
+        assert list(files(Path("kept"))) == ["missing.parquet"]
+        result = datamask("apply", ids, small_source, "--out", "kept", "--allow-missing", "--json")
+        assert result.exit_code == 0
+        told = json.loads(result.stdout)
+        assert (told["rows"], told["missing_named"]) == (3, [{"doc_id": "[red]gone", "snapshot": SNAPSHOTS[0]}])
+
+    def test_refused_in_one_line(self, datamask: Run, ids: Path, tmp_path: Path, small_source: Path) -> None:
+        assert "no-ids: no manifest" in one_line(datamask("apply", "no-ids", small_source, "--out", "kept"))
+        assert "source nowhere does not exist" in one_line(datamask("apply", ids, "nowhere", "--out", "kept"))
+        assert not Path("kept").exists()
+
+
+class TestSql:
+    @pytest.fixture
+    def asked(self, datamask: Run, settings: Settings) -> Run:
+        Project(settings).stage("raw_shards", SNAPSHOTS[0])
+        return lambda *args: datamask("sql", *args)
+
+    def test_json_is_one_object_of_columns_and_rows(self, asked: Run) -> None:
+        result = asked(
+            "SELECT snapshot, count(*) AS n, NULL AS [1] FROM raw GROUP BY 1".replace("[1]", '"[1]"'), "--json"
+        )
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout) == {"columns": ["snapshot", "n", "[1]"], "rows": [[SNAPSHOTS[0], 65, None]]}
+
+    def test_a_table_of_the_first_fifty_rows_and_a_count(self, asked: Run) -> None:
+        result = asked("SELECT doc_id, '[bold]x' AS mark FROM raw ORDER BY row, doc_id")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.count("[bold]x") == 50
+        assert "65 rows, the first 50; --json prints all" in result.stdout
+        assert len(json.loads(asked("FROM raw", "--json").stdout)["rows"]) == 65
+
+    def test_without_a_query_the_views(self, asked: Run) -> None:
+        told = json.loads(asked("--json").stdout)
+        assert told["columns"] == ["view", "column", "type"]
+        assert ["raw", "decision", "VARCHAR"] in told["rows"]
+        assert "decision" in asked().stdout
+
+    def test_refused_in_one_line(self, asked: Run, tmp_path: Path) -> None:
+        before = files(tmp_path)
+        assert "syntax error" in one_line(asked("SELEC 1"))
+        assert "The views are: raw." in one_line(asked("FROM masks"))
+        assert "give one SELECT" in one_line(asked("COPY raw TO 'out.csv'"))
+        assert files(tmp_path) == before
 
 
 class TestDoctor:

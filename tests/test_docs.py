@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from dagster_datamask.settings import PROFILES, section_models
+from dagster_datamask.cli import app
+from dagster_datamask.settings import PROFILES, Settings, section_models
 from tests.conftest import SNAPSHOTS
-from tests.project import Project
+from tests.project import SNAPSHOT_STAGES, Project, settings_for
 
 REPO = Path(__file__).parents[1]
 PAGES = (
@@ -25,6 +28,18 @@ PAGES = (
     "docs/cluster.md",
     "docs/settings.md",
     "docs/selection.md",
+    *(
+        GUIDES := (
+            "docs/first-run.md",
+            "docs/new-snapshot.md",
+            "docs/tuning.md",
+            "docs/choosing-a-solver.md",
+            "docs/classifiers.md",
+            "docs/manifest.md",
+            "docs/recovering.md",
+            "docs/export.md",
+        )
+    ),
 )
 
 
@@ -68,8 +83,8 @@ def test_python_in_the_page_runs_as_written(capsys: pytest.CaptureFixture[str]) 
     assert float(told.split("within ")[1].split()[0]) <= 1e-3
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/own-data.md", "docs/selection.md"])
-def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) -> None:
+def write_workplace(folder: Path, settings: Settings) -> dict[str, str]:
+    """documents.parquet and datamask.toml, as who follows a page has them; returns what its capital words stand for."""
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(50, 8)).astype(np.float32)
     table = pa.table(
@@ -81,15 +96,23 @@ def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) ->
             "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8),
         }
     )
-    pq.write_table(table, tmp_path / "documents.parquet")
-    settings = project.settings
+    pq.write_table(table, folder / "documents.parquet")
     toml = ["profile = 'demo'"]
-    for section in ("score", "embed", "cluster", "select"):
+    for section in ("source", "storage", "score", "embed", "cluster", "select"):
         toml.append(f"[{section}]")
         for key, value in getattr(settings, section).model_dump(by_alias=True, exclude_defaults=True).items():
             toml.append(f"{key} = {json.dumps(value)}")
-    (tmp_path / "datamask.toml").write_text("\n".join(toml), "utf-8")
-    words = {"SOURCE": settings.source.url, "ROOT": settings.storage.root, "SNAPSHOT": SNAPSHOTS[0]}
+    (folder / "datamask.toml").write_text("\n".join(toml), "utf-8")
+    return {"SOURCE": settings.source.url, "ROOT": settings.storage.root, "SNAPSHOT": SNAPSHOTS[0]}
+
+
+def filled(text: str, words: dict[str, str]) -> str:
+    return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], text)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-data.md", "docs/selection.md"])
+def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) -> None:
+    words = write_workplace(tmp_path, project.settings)
     run = [c for c in commands(page) if c.startswith("datamask ")]
     assert run
     for command in run:
@@ -103,3 +126,45 @@ def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) ->
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+
+
+@pytest.fixture(scope="module")
+def finished_root(
+    tmp_path_factory: pytest.TempPathFactory, small_source: Path, fitted_root: Path, labels: Path
+) -> Path:
+    """A root with both snapshots finished, reports apart. Copy it, never write into it."""
+    root = tmp_path_factory.mktemp("guides") / "root"
+    shutil.copytree(fitted_root, root)
+    project = Project(settings_for(small_source, root, labels))
+    for snapshot in SNAPSHOTS:
+        for name in SNAPSHOT_STAGES[: SNAPSHOT_STAGES.index("fineweb_mask") + 1]:
+            project.stage(name, snapshot)
+    return root
+
+
+@pytest.mark.parametrize("page", GUIDES)
+def test_a_guide_runs_as_written_from_top_to_bottom(
+    page: str, finished_root: Path, small_source: Path, labels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Python and its commands, in the order of the page, in one working directory on a finished root."""
+    shutil.copytree(finished_root, tmp_path / "root")
+    words = write_workplace(tmp_path, settings_for(small_source, tmp_path / "root", labels))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    for name, value in {"DAGSTER_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}.items():
+        monkeypatch.setenv(name, value)
+    done = []
+    for kind, block in re.findall(r"```(bash|python)\n(.*?)```", (REPO / page).read_text("utf-8"), re.DOTALL):
+        if kind == "python":
+            exec(filled(block, words), {})
+            continue
+        for line in block.splitlines():
+            program, *argv = (filled(word, words) for word in shlex.split(line))
+            if program == "dagster":
+                subprocess.run([str(Path(sys.executable).with_name(program)), *argv], check=True, timeout=300)
+            else:
+                assert program == "datamask"
+                result = CliRunner().invoke(app, argv, catch_exceptions=False)
+                assert result.exit_code == 0, f"{line}\n{result.stderr}"
+            done.append(line)
+    assert done

@@ -61,7 +61,7 @@ def _line(value: Any) -> bytes:
 
 
 class JsonLines(Format):
-    """`text, id, metadata` a line, gzipped: what datatrove's JsonlReader and Megatron's preprocessing read."""
+    """`text, id, metadata` a line, gzipped: what datatrove's JsonlReader reads."""
 
     kind = "jsonl"
     suffixes = (".jsonl.gz",)

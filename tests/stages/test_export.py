@@ -125,7 +125,7 @@ class TestReading:
     def test_the_card_tells_source_licence_counts_and_certificates(self, exported: tuple[Project, Published]) -> None:
         project, card = exported
         page = DatasetCard((card.folder / FOLDER / README).read_text("utf-8"))
-        assert page.data.license == "other"
+        assert page.data.license == "unknown"
         assert page.data.size_categories == ["n<1K"]
         assert [config["config_name"] for config in page.data.configs] == ["default", *SNAPSHOTS]
         assert "14 documents (1,251 tokens" in page.text
