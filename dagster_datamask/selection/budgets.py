@@ -232,7 +232,7 @@ def largest_remainder(total: int, weights: Sequence[int], capacities: Sequence[i
         for k in full:
             shares[k] = capacities[k]
             left -= capacities[k]
-            open_.remove(k)
+        open_ = [k for k in open_ if not shares[k]]
     return shares
 
 

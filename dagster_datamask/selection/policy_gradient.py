@@ -16,7 +16,7 @@ from dagster_datamask.selection.budgets import Budget
 from dagster_datamask.selection.disf import disf_group_values, second_moment_group_values
 from dagster_datamask.selection.facility_location import group_values as facility_location_group_values
 from dagster_datamask.selection.pool import Pool
-from dagster_datamask.selection.sampling import Draws, draws
+from dagster_datamask.selection.sampling import Draws, Rows, draws
 
 Progress = Callable[[int, int, dict[str, Any]], None]
 
@@ -201,7 +201,7 @@ class _Ascent:
     def run(self, source: Draws, start: np.ndarray, progress: Progress | None) -> Learned:
         n, options = self.pool.n, self.options
         logits = source.put(start)
-        vectors = source.vectors(self.pool.vectors, self.pool.order, self.size)
+        rows = source.rows(self.pool.vectors, self.pool.order)
         linear = source.put(self.linear)
         means, skips = source.put(np.zeros(options.steps)), source.put(np.zeros(options.steps))
         every = max(1, options.steps // _ENTRIES)
@@ -209,7 +209,7 @@ class _Ascent:
         logged, passes = 0, 0.0
         for step in range(options.steps):
             batch = self._batch(source)
-            update, mean, saturated = self._step(source, batch, logits[batch], vectors(batch), linear[batch])
+            update, mean, saturated = self._step(source, rows, batch, logits[batch], linear[batch])
             logits[batch] += update
             means[step], skips[step] = mean, saturated
             passes += logits[batch].shape[0] / n
@@ -219,7 +219,7 @@ class _Ascent:
             entry = {
                 "step": step + 1,
                 "value": float(means[step]),
-                **self._worth(source, vectors, source.fetch(logits).astype(np.float64)),
+                **self._worth(source, rows, source.fetch(logits).astype(np.float64)),
                 "skipped": skipped,
                 "note": "saturated" if skipped else None,
             }
@@ -242,7 +242,7 @@ class _Ascent:
             return source.index(np.sort(np.concatenate([self._members[g] for g in some.tolist()])))
         return source.batch(self.pool.n, self.size) if self.size < self.pool.n else slice(None)
 
-    def _step(self, source: Draws, batch: Any, logits: Any, vectors: Any, linear: Any) -> tuple[Any, Any, Any]:
+    def _step(self, source: Draws, rows: Rows, batch: Any, logits: Any, linear: Any) -> tuple[Any, Any, Any]:
         """(lr·ĝ for the batch, mean f of the group, saturated), all on the device."""
         xp, options = source.xp, self.options
         keys = source.gumbel(logits)
@@ -252,7 +252,7 @@ class _Ascent:
         quality = xp.einsum("jb,b->j", weighted, linear) / amount
         values, scale = quality, abs(quality)
         for name, weight in self.pool.terms.weights.items():
-            metric = weight * self._metric(source, name, mask, weighted, amount, vectors)
+            metric = weight * self._metric(source, name, mask, weighted, amount, rows, batch)
             values, scale = values + metric, scale + abs(metric)
         advantage, saturated = advantages(values, scale.mean(), xp)
         if options.gradient == "independent":
@@ -287,29 +287,29 @@ class _Ascent:
             mask = source.mask(keys, 1)
         return mask, None if costs is None else source.put(costs)
 
-    def _metric(self, source: Draws, name: str, mask: Any, weighted: Any, amount: Any, vectors: Any) -> Any:
+    def _metric(self, source: Draws, name: str, mask: Any, weighted: Any, amount: Any, rows: Rows, batch: Any) -> Any:
         if name == "pws":
-            mean = source.sums(weighted, vectors, mask is not weighted) / (
+            mean = source.sums(weighted, rows, batch, mask is not weighted) / (
                 amount if isinstance(amount, int) else amount[:, None]
             )
             return -(mean * mean).sum(1)
-        rows = source.single(vectors)
+        units = source.single(rows(batch))
         if name == "facility_location":
-            return facility_location_group_values(source.xp, mask, rows, self._most(mask))
+            return facility_location_group_values(source.xp, mask, units, self._most(mask))
         values = disf_group_values if name == "disf" else second_moment_group_values
         if self.costs is None:
             size = self._most(mask)
-            return source.banded(mask, lambda xp, band: values(xp, band, rows, size))
+            return source.banded(mask, lambda xp, band: values(xp, band, units, size))
         # sizes differ between masks under a token budget
         return source.banded(
-            mask, lambda xp, band: xp.stack([values(xp, row[None, :], rows, int(row.sum()))[0] for row in band])
+            mask, lambda xp, band: xp.stack([values(xp, row[None, :], units, int(row.sum()))[0] for row in band])
         )
 
     def _most(self, mask: Any) -> int:
         """Documents of the largest mask."""
         return self.taken if self.groups is None and self.costs is None else int(mask.sum(1).max())
 
-    def _worth(self, source: Draws, vectors: Any, logits: np.ndarray) -> dict[str, float]:
+    def _worth(self, source: Draws, rows_of: Rows, logits: np.ndarray) -> dict[str, float]:
         """{"mask_value": f} of the mask that the logits stand for, where f is made of means."""
         weights = self.pool.terms.weights
         if set(weights) - {"pws"}:
@@ -323,7 +323,7 @@ class _Ascent:
         rows, costs, positions = rows[ordered], costs[ordered], positions[ordered]
         mean = np.zeros(self.pool.vectors.d)
         for a in range(0, rows.size, _WORTH_ROWS):
-            some = source.single(vectors(source.index(positions[a : a + _WORTH_ROWS])))
+            some = source.single(rows_of(source.index(positions[a : a + _WORTH_ROWS])))
             mean += source.fetch(source.put(costs[a : a + _WORTH_ROWS]) @ some)
         mean /= costs.sum()
         quality = float(costs @ self.pool.linear[rows]) / float(costs.sum())

@@ -14,12 +14,16 @@ import numpy as np
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.selection.vectors import Vectors
+from dagster_datamask.selection.objectives import map_blocks
+from dagster_datamask.selection.vectors import Vectors, as_single
 
 # masks that are drawn and summed together
 _BAND = 32
 # rows that are gathered in one go
 _GATHERED = 2048
+# rows that are multiplied with the masks while they are in cache, and parts that a batch's sums are made of
+_MULTIPLIED = 512
+_PARTS = 16
 _LEAST = float(np.finfo(np.float32).tiny)
 
 
@@ -80,8 +84,8 @@ class Draws(Protocol):
     def order(self, keys: Any, size: int) -> Any:
         """int64[group, size]: the positions of the `size` largest keys of each row, largest first."""
 
-    def sums(self, mask: Any, vectors: Any, weighted: bool) -> Any:
-        """float32[group, d]: mask @ vectors, the sum of each mask's vectors; a mask is of 0 and 1, or weighted by
+    def sums(self, mask: Any, rows: Any, batch: Any, weighted: bool) -> Any:
+        """float32[group, d]: the sum of each mask's unit rows of the batch; a mask is of 0 and 1, or weighted by
         tokens."""
 
     def filled(self, keys: Any, costs: Any, amount: float) -> Any:
@@ -91,15 +95,33 @@ class Draws(Protocol):
     def index(self, columns: np.ndarray) -> Any:
         """Columns as an index on the device."""
 
-    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], Any]:
-        """From a batch of canonical positions to their unit rows on the device; `order` gives their rows, `size` is
-        that of a batch."""
+    def rows(self, vectors: Vectors, order: np.ndarray) -> "Rows":
+        """The pool's unit rows, to be asked for by canonical position; `order` gives the rows."""
 
     def banded(self, mask: Any, values: Callable[[Any, Any], Any]) -> Any:
         """float32[group]: values(xp, masks) of some masks at a time."""
 
     def close(self) -> None:
         """Release the threads."""
+
+
+Rows = Callable[[Any], Any]
+
+
+class HostRows:
+    """Unit rows by canonical position, read where they are stored."""
+
+    def __init__(self, vectors: Vectors, order: np.ndarray) -> None:
+        self.vectors, self._order = vectors, order
+
+    def __call__(self, batch: np.ndarray | slice) -> np.ndarray:
+        """float32[B, d]."""
+        parts = map_blocks(lambda a, b: self.vectors.unit(self.at(batch)[a:b]), self.at(batch).size, _GATHERED)
+        return np.concatenate(parts) if parts else np.zeros((0, self.vectors.d), np.float32)
+
+    def at(self, batch: np.ndarray | slice) -> np.ndarray:
+        """int64[B]: where the batch is stored."""
+        return self._order[batch]
 
 
 class CpuDraws:
@@ -169,14 +191,23 @@ class CpuDraws:
     def order(self, keys: np.ndarray, size: int) -> np.ndarray:
         return np.argsort(-keys, axis=1, kind="stable")[:, :size]
 
-    def sums(self, mask: np.ndarray, vectors: np.ndarray, weighted: bool) -> np.ndarray:
-        result = np.empty((mask.shape[0], vectors.shape[1]), np.float32)
+    def sums(self, mask: np.ndarray, rows: HostRows, batch: np.ndarray | slice, weighted: bool) -> np.ndarray:
+        at, vectors = rows.at(batch), rows.vectors
+        inverse = vectors.inverse[at].astype(np.float32)
 
-        def fill(k: int) -> None:
-            np.matmul(mask[self._bands[k]], vectors, out=result[self._bands[k]])
+        def part(start: int, stop: int) -> np.ndarray:
+            # rows are multiplied while they are in cache, and their lengths taken out of the masks instead
+            total = np.zeros((mask.shape[0], vectors.d), np.float32)
+            for a in range(start, stop, _MULTIPLIED):
+                b = min(a + _MULTIPLIED, stop)
+                total += (mask[:, a:b] * inverse[a:b]) @ as_single(vectors.stored[at[a:b]])
+            return total
 
-        self._run(fill, mask.size * vectors.shape[1] // 64)
-        return result
+        # as many parts whatever the number of cores, so that their sum has the same bits
+        sums = np.zeros((mask.shape[0], vectors.d), np.float32)
+        for one in map_blocks(part, at.size, max(_MULTIPLIED, -(-at.size // _PARTS))):
+            sums += one
+        return sums
 
     def filled(self, keys: np.ndarray, costs: np.ndarray, amount: float) -> np.ndarray:
         return _filled(np, keys, costs, amount, np.argsort(-keys, axis=1, kind="stable"))
@@ -184,21 +215,8 @@ class CpuDraws:
     def index(self, columns: np.ndarray) -> np.ndarray:
         return columns
 
-    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], np.ndarray]:
-        if size == vectors.n:
-            whole = vectors.unit(order)
-            return lambda batch: whole[batch]
-
-        def gather(batch: np.ndarray) -> np.ndarray:
-            rows = np.empty((batch.size, vectors.d), np.float32)
-
-            def fill(a: int) -> None:
-                rows[a : a + _GATHERED] = vectors.unit(order[batch[a : a + _GATHERED]])
-
-            list(self._threads.map(fill, range(0, batch.size, _GATHERED)))
-            return rows
-
-        return gather
+    def rows(self, vectors: Vectors, order: np.ndarray) -> HostRows:
+        return HostRows(vectors, order)
 
     def banded(self, mask: np.ndarray, values: Callable[[Any, Any], np.ndarray]) -> np.ndarray:
         result = np.empty(mask.shape[0], np.float32)
@@ -265,7 +283,8 @@ class TorchDraws:
     def order(self, keys: Any, size: int) -> Any:
         return self.xp.topk(keys, size, dim=1).indices
 
-    def sums(self, mask: Any, vectors: Any, weighted: bool) -> Any:
+    def sums(self, mask: Any, rows: Rows, batch: Any, weighted: bool) -> Any:
+        vectors = rows(batch)
         if mask.is_cuda and not weighted:
             return self.xp.mm(mask.half(), vectors, out_dtype=self.xp.float32)
         return mask @ vectors.float()
@@ -276,7 +295,7 @@ class TorchDraws:
     def index(self, columns: np.ndarray) -> Any:
         return self.xp.from_numpy(columns).to(self._device)
 
-    def vectors(self, vectors: Vectors, order: np.ndarray, size: int) -> Callable[[Any], Any]:
+    def rows(self, vectors: Vectors, order: np.ndarray) -> Rows:
         self._accelerator.plan(
             f"a pool of {vectors.n:,} documents on {self._device}", 2 * vectors.n * vectors.d, "take smaller splits"
         )

@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.selection.objectives import QualityDiversity
+from dagster_datamask.selection.pool import prepare_pool
 from dagster_datamask.selection.sampling import CpuDraws, TorchDraws, draws, ranks, top_s
 
-from .oracles import order_probabilities
+from .oracles import ids_of, order_probabilities
 
 
 @given(st.lists(st.integers(-3, 3), max_size=20), st.data())
@@ -79,8 +81,13 @@ def test_sums_are_the_product_of_the_masks_with_the_vectors(source: CpuDraws | T
     rng = np.random.default_rng(0)
     mask = (rng.random((70, 2000)) < 0.3).astype(np.float32)
     z = rng.standard_normal((2000, 5)).astype(np.float32)
-    found = source.fetch(source.sums(source.put(mask), source.put(z), False))
-    np.testing.assert_allclose(found, mask.astype(float) @ z, atol=1e-3)
+    pool = prepare_pool(QualityDiversity(z, None, 0.0), ids_of(2000))
+    batch = np.sort(rng.permutation(2000)[:1100])
+    unit = z[pool.order[batch]] / np.linalg.norm(z[pool.order[batch]], axis=1, keepdims=True)
+    rows = source.rows(pool.vectors, pool.order)
+    found = source.fetch(source.sums(source.put(mask[:, :1100]), rows, source.index(batch), False))
+    np.testing.assert_allclose(found, mask[:, :1100].astype(float) @ unit, atol=0.1 if source.xp is not np else 1e-3)
+    np.testing.assert_allclose(source.fetch(source.single(rows(source.index(batch)))), unit, atol=1e-3)
 
 
 def test_draws_depend_on_the_key_alone() -> None:
