@@ -38,6 +38,7 @@ PAGES = (
             "docs/manifest.md",
             "docs/recovering.md",
             "docs/export.md",
+            "docs/reports.md",
         )
     ),
 )
