@@ -11,7 +11,7 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-gpu figures e2e clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-dagster bench-gpu figures e2e clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint            style and types"
 	@echo "make bench           ratios to peers and bounds; bench-selection and bench-shards are its halves"
 	@echo "make bench-selection ARGS=--full for all sizes, ARGS='--only NAME' for a subject"
+	@echo "make bench-dagster   what the orchestration costs: memory, loading, a tick, a light run, a page"
 	@echo "make bench-gpu       a million documents on a CUDA device"
 	@echo "make figures         the pictures of docs/selection.md, drawn again"
 
@@ -33,6 +34,9 @@ $(E2E_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,e2e]'
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null \
 	  || { echo "installing Chromium for the browser tests"; apt-get update -qq && apt-get install -y -qq chromium >/dev/null; }
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
+	  || { echo "installing PostgreSQL for the tests of its storage"; apt-get install -y -qq postgresql >/dev/null; } \
+	  || echo "PostgreSQL could not be installed; its tests will say that they were left out"
 	@touch $@
 
 # without the peers their rows say so, and the rest is measured all the same
@@ -58,8 +62,10 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+e2e: export DATAMASK_E2E_SHOTS = $(CURDIR)/.e2e
 e2e: $(E2E_STAMP)
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e $(ARGS)
+	@echo "screenshots: $(DATAMASK_E2E_SHOTS)"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -76,6 +82,10 @@ bench-shards: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.shards --out .benchmarks/shards.json
 
+bench-dagster: $(E2E_STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.dagster --out .benchmarks/dagster.json $(ARGS)
+
 bench-gpu: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.gpu --out .benchmarks/gpu.json
@@ -84,4 +94,4 @@ figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
 
 clean:
-	rm -rf .demo .dagster_home .benchmarks
+	rm -rf .demo .dagster_home .benchmarks .e2e
