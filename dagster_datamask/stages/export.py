@@ -110,7 +110,7 @@ def dataset_card(run: Run) -> Outcome:
 
     Files of kept documents are linked, not copied. Shards of which nothing is kept have no file: `datasets` cannot read
     an empty one. A failing blocking check keeps all unpublished: a file that does not read back as what was kept, or a
-    snapshot that was selected under settings other than those in force.
+    snapshot that was selected under settings other than those in force, or by other models than the rest.
 
     Raises NotPublished where no snapshot is finished, ColumnClash where snapshots have columns of one name that cannot
     stand in one table, ValueError where a format's library or tokenizer is missing.
@@ -120,7 +120,7 @@ def dataset_card(run: Run) -> Outcome:
     if not found:
         raise NotPublished(f"no snapshot under {run.store.root} has published fineweb_mask; materialise one first")
     formats, tokenizer = _formats(run.settings)
-    foreign = _foreign(run.in_force, found.values())
+    foreign = _foreign(run.in_force, list(found.values()))
     schema = _one_schema(found.values())
     inputs = {_input(kept): kept.documents.fingerprint for kept in found.values()} | tokenizer
     with run.generation(stage, None, inputs) as generation:
@@ -206,14 +206,21 @@ def _formats(settings: Settings) -> tuple[list[Format], dict[str, str]]:
     return formats, inputs
 
 
-def _foreign(settings: Settings, found: Iterable[Kept]) -> list[str]:
-    """What of the snapshots was selected under other settings than these, in words."""
+def _foreign(settings: Settings, found: Sequence[Kept]) -> list[str]:
+    """What was selected under other settings than these, or by other models than the first snapshot, in words."""
     known = set(known_keys())
-    return [
+    foreign = [
         f"{kept.snapshot}: {key} = {was!r} (in force: {settings.get(key) if key in known else 'no such setting'!r})"
         for kept in found
         for key, was in kept.sidecar["settings"].items()
         if key not in known or settings.get(key) != was
+    ]
+    first = found[0]
+    return foreign + [
+        f"{kept.snapshot}: {part} of another model than in {first.snapshot}"
+        for kept in found[1:]
+        for part, model in kept.sidecar["models"].items()
+        if model != first.sidecar["models"][part]
     ]
 
 

@@ -69,7 +69,7 @@ def loaded(folder: Path, cache: Path, config: str | None = None) -> pl.DataFrame
     return pl.DataFrame(datasets.load_dataset(str(folder), config, split="train", cache_dir=str(cache)).data.table)
 
 
-def publish(store: Store, snapshot: str, **shards: pa.Table) -> None:
+def publish(store: Store, snapshot: str, model: str = "ours", **shards: pa.Table) -> None:
     """The three assets that an export reads, of documents that are all kept: made on the spot, without a model."""
     rows = sum(len(table) for table in shards.values())
     certificate = {"upper_bound": None, "gap": None, "share": None, "reason": "made by a test"}
@@ -90,9 +90,8 @@ def publish(store: Store, snapshot: str, **shards: pa.Table) -> None:
         with store.generation(asset, snapshot, code_version="1", settings={}, inputs=inputs) as generation:
             for shard, table in files.items():
                 pq.write_table(table, generation.folder / f"{shard}.parquet")
-            write_json(
-                generation.folder / SIDECAR, {"settings": {"select.objective": "pws"}, "certificate": certificate}
-            )
+            sidecar = {"settings": {"select.objective": "pws"}, "certificate": certificate, "models": {"dclm": model}}
+            write_json(generation.folder / SIDECAR, sidecar)
             records = [
                 generation.complete(s, ".parquet", rows=len(table), rows_in=len(table), counts={"kept": len(table)})
                 for s, table in files.items()
@@ -255,6 +254,14 @@ class TestRefused:
         (facts,) = failed(outcome).values()
         assert facts["different"] == "; ".join(f"{s}: select.lambda = 0.5 (in force: 0.3)" for s in SNAPSHOTS)
         assert not list(made.store.folder(CARD, None).rglob("*.parquet"))
+
+    def test_snapshots_of_different_models(self, bare: Project) -> None:
+        publish(bare.store, "A", s=documents("a"))
+        publish(bare.store, "B", s=documents("b"), model="theirs")
+        outcome = dataset_card(bare.run())
+        assert outcome.published is None
+        facts = failed(outcome)["made_under_these_settings"]
+        assert facts == {"different": "B: dclm of another model than in A"}
 
     def test_columns_of_snapshots_that_cannot_stand_in_one_table(self, bare: Project) -> None:
         publish(bare.store, "A", s=documents("a", topic=[1]))
