@@ -26,8 +26,8 @@ from dagster_datamask.stages.freshness import unfitted
 _MAX_REQUESTS = 25
 # the daemon gives up on a tick after 60 s
 _DEADLINE_SECONDS = 40.0
-# a snapshot whose shards are still landing would be run once for each of them
-_QUIET_SECONDS = 60.0
+# a snapshot whose shards are still landing would be run once for each of them; just below a multiple of the interval
+_QUIET_SECONDS = 45.0
 # but where shards land for days, what is fitted on a sample need not wait for the last
 _LONGEST_WAIT_SECONDS = 3600.0
 

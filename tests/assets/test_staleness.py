@@ -5,12 +5,14 @@ from collections.abc import Set
 from pathlib import Path
 
 import dagster as dg
+import pyarrow.parquet as pq
 import pytest
 from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
 from dagster._core.loader import LoadingContextForTest
 
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.settings import Settings
+from dagster_datamask.shards.generations import Store
 from dagster_datamask.stages.base import FITTED, STAGES
 from tests.assets.conftest import Ran, execute
 from tests.conftest import SNAPSHOTS
@@ -91,3 +93,19 @@ def test_a_replaced_shard_makes_its_own_snapshot_stale_once_its_rows_are_read_ag
         assert not_fresh(settings, instance, SECOND) == {}
         assert execute(settings, instance, "full", FIRST).success
         assert not_fresh(settings, instance, FIRST) == {}
+
+
+def test_a_new_classifier_changes_its_own_scores_and_what_follows(own_root: Settings, tmp_path: Path) -> None:
+    """The three classifiers are one asset, so Dagster looks at all three scores again; two find theirs as they were."""
+    table = pq.read_table(own_root.score.edu_labels)
+    labels = tmp_path / "edu.parquet"
+    pq.write_table(table.slice(0, 60), labels)
+    changed = own_root.replace({"score.edu_labels": str(labels)})
+    store = Store(Path(own_root.storage.root))
+    before = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert execute(changed, instance, "fit_global").success
+        assert execute(changed, instance, "full", FIRST).success
+        assert not_fresh(changed, instance, FIRST) == {}
+    after = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
+    assert {name for name in before if before[name] == after[name]} == {"raw_shards", "dclm_scores", "wiki_scores"}

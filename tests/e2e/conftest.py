@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from typing import Any
 import pytest
 
 from dagster_datamask.settings import Settings
+from dagster_datamask.shards.generations import Store
 from tests.project import settings_for, write_shard
 from tests.test_cli import write_config
 
 REPO = Path(__file__).parents[2]
 GOOD = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")
 POISONED = "CC-MAIN-2024-22"
+REPOSITORY = {"repositoryName": "__repository__", "repositoryLocationName": "dagster_datamask"}
+FINISHED = ("SUCCESS", "FAILURE", "CANCELED")
 _START_SECONDS = 180
 
 
@@ -35,6 +38,12 @@ class Server:
     url: str
     settings: Settings
     log: Path
+    # the process group of all that `dagster dev` started
+    pid: int
+
+    @property
+    def store(self) -> Store:
+        return Store(Path(self.settings.storage.root))
 
     @property
     def source(self) -> Path:
@@ -52,6 +61,110 @@ class Server:
         assert not answer.get("errors"), answer["errors"]
         return answer["data"]
 
+    def add_partitions(self, *snapshots: str) -> None:
+        for snapshot in snapshots:
+            added = self.query(
+                """mutation($repository: RepositorySelector!, $key: String!) {
+                  addDynamicPartition(repositorySelector: $repository, partitionsDefName: "cc_snapshot",
+                                      partitionKey: $key) { __typename } }""",
+                repository=REPOSITORY,
+                key=snapshot,
+            )
+            assert added["addDynamicPartition"]["__typename"] in (
+                "AddDynamicPartitionSuccess",
+                "DuplicateDynamicPartitionError",
+            )
+
+    def backfill(self, title: str, assets: Sequence[str], snapshots: Sequence[str]) -> str:
+        """The id of a backfill that was launched over these."""
+        launched = self.query(
+            """mutation($params: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $params) {
+              __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }""",
+            params={
+                "assetSelection": [{"path": [name]} for name in assets],
+                "partitionNames": list(snapshots),
+                "title": title,
+            },
+        )["launchPartitionBackfill"]
+        assert launched["__typename"] == "LaunchBackfillSuccess", launched
+        return str(launched["backfillId"])
+
+    def backfill_end(self, backfill: str, seconds: float = 600) -> str:
+        """The status in which a backfill ends."""
+
+        def finished() -> str:
+            data = self.query(
+                "query($id: String!) { partitionBackfillOrError(backfillId: $id) { ... on PartitionBackfill"
+                " { status } } }",
+                id=backfill,
+            )
+            status = str(data["partitionBackfillOrError"]["status"])
+            return "" if status in ("REQUESTED", "COMPLETING", "CANCELING", "FAILING") else status
+
+        return str(self.wait_for(f"backfill {backfill}", finished, seconds))
+
+    def runs(self, **tags: str) -> list[dict[str, Any]]:
+        """Runs with all these tags, newest first; `__` in a tag's name is `/`."""
+        data = self.query(
+            """query($tags: [ExecutionTag!]) { runsOrError(filter: {tags: $tags}) { ... on Runs { results {
+              runId jobName status startTime endTime tags { key value } assetSelection { path } } } } }""",
+            tags=[{"key": key.replace("__", "/"), "value": value} for key, value in tags.items()],
+        )
+        return list(data["runsOrError"]["results"])
+
+    def run(self, run_id: str) -> dict[str, Any]:
+        data = self.query(
+            """query($id: ID!) { runOrError(runId: $id) { ... on Run { runId status startTime endTime
+              tags { key value } } } }""",
+            id=run_id,
+        )
+        return dict(data["runOrError"])
+
+    def launch(self, snapshot: str, *assets: str, **tags: str) -> str:
+        """The id of a run of these assets on one snapshot, launched as by hand; `__` in a tag's name is `/`."""
+        named = {"dagster/partition": snapshot} | {key.replace("__", "/"): value for key, value in tags.items()}
+        launched = self.query(
+            """mutation($params: ExecutionParams!) { launchRun(executionParams: $params) { __typename
+              ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }""",
+            params={
+                "selector": {
+                    **REPOSITORY,
+                    "jobName": "__ASSET_JOB",
+                    "assetSelection": [{"path": [name]} for name in assets],
+                    "assetCheckSelection": None,
+                },
+                "runConfigData": {},
+                "mode": "default",
+                "executionMetadata": {"tags": [{"key": key, "value": value} for key, value in named.items()]},
+            },
+        )["launchRun"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+        return str(launched["run"]["runId"])
+
+    def turn(self, sensor: str, *, on: bool) -> None:
+        if on:
+            self.query(
+                "mutation($sensor: SensorSelector!) { startSensor(sensorSelector: $sensor) { __typename } }",
+                sensor={**REPOSITORY, "sensorName": sensor},
+            )
+            return
+        state = self.query(
+            "query($sensor: SensorSelector!) { sensorOrError(sensorSelector: $sensor) { ... on Sensor { sensorState"
+            " { id } } } }",
+            sensor={**REPOSITORY, "sensorName": sensor},
+        )["sensorOrError"]["sensorState"]
+        stopped = self.query("mutation($id: String!) { stopSensor(id: $id) { __typename } }", id=state["id"])
+        assert stopped["stopSensor"]["__typename"] == "StopSensorMutationResult", stopped
+
+    def run_end(self, run_id: str, seconds: float = 300) -> str:
+        """The status in which a run ends."""
+
+        def ended() -> str:
+            status = str(self.run(run_id)["status"])
+            return status if status in FINISHED else ""
+
+        return str(self.wait_for(f"run {run_id}", ended, seconds))
+
     def wait_for(self, what: str, ready: Callable[[], Any], seconds: float = 300) -> Any:
         """What `ready` returns once it is true. Fails with the end of the server's log."""
         end = time.monotonic() + seconds
@@ -63,7 +176,7 @@ class Server:
         raise AssertionError(f"{what}: not within {seconds:.0f} s\n{self.log.read_text()[-4000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -96,22 +209,17 @@ def _stop(process: subprocess.Popen) -> None:
         process.wait(10)
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, fitted_root: Path, labels: Path) -> Iterator[Server]:
-    """`dagster dev` on three snapshots, one of them with a truncated shard; global assets fitted on disk."""
-    folder = tmp_path_factory.mktemp("e2e")
-    source, root, home = folder / "source", folder / "root", folder / "home"
-    for snapshot in (*GOOD, POISONED):
-        write_shard(source, snapshot, "000_00000", 40)
-        write_shard(source, snapshot, "001_00000", 25)
-    bad = source / "data" / POISONED / "001_00000.parquet"
-    bad.write_bytes(bad.read_bytes()[:300])
-    shutil.copytree(fitted_root, root)
+@contextlib.contextmanager
+def dagster_dev(folder: Path, settings: Settings, instance: Path, **environment: str) -> Iterator[Server]:
+    """`dagster dev` in `folder` on a free port, its home made from the `instance` file; everything ends with the block.
+
+    Projects are given as settings, as a person gives them: in a file.
+    """
+    home = folder / "home"
     home.mkdir()
-    shutil.copyfile(REPO / "dagster_datamask" / "dagster.yaml", home / "dagster.yaml")
-    settings = settings_for(source, root, labels)
+    shutil.copyfile(instance, home / "dagster.yaml")
     config = write_config(settings, folder / "datamask.toml")
-    port, log = _free_port(), folder / "dagster_dev.log"
+    port, log = free_port(), folder / "dagster_dev.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "dagster", "dev", "-w", str(REPO / "workspace.yaml"), "-p", str(port)],
@@ -124,15 +232,32 @@ def server(tmp_path_factory: pytest.TempPathFactory, fitted_root: Path, labels: 
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "TOKENIZERS_PARALLELISM": "false",
+                **environment,
             },
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_default_signals,
         )
-    server = Server(f"http://127.0.0.1:{port}", settings, log)
+    server = Server(f"http://127.0.0.1:{port}", settings, log, process.pid)
     try:
         server.wait_for("dagster dev", lambda: process.poll() is None and _answers(server.url), seconds=_START_SECONDS)
         yield server
     finally:
         _stop(process)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, fitted_root: Path, labels: Path) -> Iterator[Server]:
+    """`dagster dev` on three snapshots, one of them with a truncated shard; global assets fitted on disk."""
+    folder = tmp_path_factory.mktemp("e2e")
+    source, root = folder / "source", folder / "root"
+    for snapshot in (*GOOD, POISONED):
+        write_shard(source, snapshot, "000_00000", 40)
+        write_shard(source, snapshot, "001_00000", 25)
+    bad = source / "data" / POISONED / "001_00000.parquet"
+    bad.write_bytes(bad.read_bytes()[:300])
+    shutil.copytree(fitted_root, root)
+    settings = settings_for(source, root, labels)
+    with dagster_dev(folder, settings, REPO / "dagster_datamask" / "dagster.yaml") as server:
+        yield server

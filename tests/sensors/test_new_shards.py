@@ -355,7 +355,7 @@ def test_slow_listings_starve_no_snapshot(daemon: Daemon, source: Path, monkeypa
 
 class TestQuiet:
     def test_nothing_is_run_while_shards_land(self, daemon: Daemon, source: Path) -> None:
-        assert str(daemon.once()).startswith("waiting until 60 s have passed without a change: CC-MAIN-2024-10, CC-")
+        assert str(daemon.once()).startswith("waiting until 45 s have passed without a change: CC-MAIN-2024-10, CC-")
         asked: list[str | None] = []
         for k in range(4):
             daemon.clock.now += _QUIET - 1
