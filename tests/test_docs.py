@@ -28,6 +28,7 @@ PAGES = (
     "docs/cluster.md",
     "docs/settings.md",
     "docs/selection.md",
+    "docs/benchmarks.md",
     *(
         GUIDES := (
             "docs/first-run.md",

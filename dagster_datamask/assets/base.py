@@ -241,7 +241,7 @@ def _metadata(
         limit = f", at most {device['memory_limit_gb']} GB" if device["memory_limit_gb"] else ""
         metadata["accelerator"] = f"{device['device']} ({device['device_name']}), {device['dtype']}{limit}"
     if published.ext == ".html":
-        metadata |= {"page": dg.MetadataValue.path(str(published.path(page))) for page in published.shards}
+        metadata["page"] = dg.MetadataValue.path(str(published.path(published.shards[0])))
     metadata |= {
         "path": dg.MetadataValue.path(str(published.folder)),
         "fingerprint": published.fingerprint,

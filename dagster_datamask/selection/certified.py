@@ -155,6 +155,9 @@ def relax(passes: Passes, start: Start, options: CertifiedOptions, progress: Pro
             break
         if full < _FRANK_WOLFE or passes.tokens or _is_crowded(passes, state.cut, gap):
             note = "frank_wolfe"
+            if hull.holds(vertex):
+                # the best vertex here is one that the hull is at its optimum with
+                break
             if len(hull.slots) == MEMORY:
                 # all vertices into one point, so that there is room for more
                 hull.collapse(passes)
@@ -202,6 +205,11 @@ class _Hull:
         self._shares = np.append(self._shares, 0.0 if self.slots else 1.0)
         self.slots.append(slot)
 
+    def holds(self, vertex: Vertex) -> bool:
+        """Whether the vertex is in use already."""
+        same = (self._points == vertex.point).all(axis=1) & (self._linears == vertex.linear)
+        return bool(same.any())
+
     def correct(self) -> None:
         """Maximise Σ a_k q_k − ‖Σ a_k c_k‖² over shares a ≥ 0, Σa = 1, by the active-set method of Wolfe's
         minimum-norm-point algorithm: solve without the signs, walk there until a share is 0, drop it, repeat."""
@@ -214,7 +222,12 @@ class _Hull:
             system = np.ones((used.size + 1, used.size + 1))
             system[:-1, :-1] = gram[np.ix_(used, used)]
             system[-1, -1] = 0.0
-            wanted = np.linalg.solve(system, np.append(self._linears[used], 1.0))[:-1]
+            sides = np.append(self._linears[used], 1.0)
+            try:
+                wanted = np.linalg.solve(system, sides)[:-1]
+            except np.linalg.LinAlgError:
+                # points that differ by less than rounding: any of the best combinations will do
+                wanted = np.linalg.lstsq(system, sides)[0][:-1]
             falling = wanted <= _DROPPED
             if not falling.any():
                 break

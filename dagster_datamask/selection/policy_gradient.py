@@ -25,6 +25,8 @@ _SATURATED = 1e-6
 # how often the trajectory is written; each entry costs one pass over a tenth of the pool
 _ENTRIES = 50
 _WORTH_ROWS = 16_384
+# sums of float32 squares stay finite
+_LARGEST = 1e15
 # documents that a group gives to a mask of a batch, below which batches are made of whole groups
 _FEW = 4
 
@@ -158,6 +160,11 @@ def learn_mask(
     """
     if options.gradient == "ordered" and (budget.costs is not None or budget.groups is not None):
         raise ValueError("the ordered form of the gradient is for a number of documents; take the independent one")
+    if pool.magnitude > _LARGEST:
+        raise ValueError(
+            f"scores of size {pool.magnitude:.3g} are beyond single precision, in which masks are sampled and valued; "
+            "divide them by a constant"
+        )
     start = initial_logits(pool, options.l_min, options.l_max)
     ascent = _Ascent(pool, budget, options)
     if budget.amount == 0 or list(budget.amounts) == budget.available(pool.n):

@@ -26,7 +26,7 @@ from dagster_datamask.shards.schemas import ADDED, BadShard, InconsistentFiles, 
 from dagster_datamask.shards.source import SNAPSHOT_KEY, Shard, Source, SourceError
 from dagster_datamask.shards.writer import atomic, file_sha256, table_file
 from dagster_datamask.stages.export import FOLDER, IDS_FOLDER
-from dagster_datamask.stages.manifest import SIDECAR, _conform
+from dagster_datamask.stages.manifest import SIDECAR, conform
 
 _ID_ROWS = 65_536
 _MEMORY = "1GB"
@@ -255,7 +255,7 @@ def _write(
         path.parent.mkdir(parents=True, exist_ok=True)
         with table_file(path, schema, TEXT_GROUP_ROWS) as writer:
             for rows in _rows(source, shard, found):
-                writer.write(pa.table({field.name: _conform(rows, field) for field in schema}, schema=schema))
+                writer.write(pa.table({field.name: conform(rows, field) for field in schema}, schema=schema))
         yield path, len(found)
 
 

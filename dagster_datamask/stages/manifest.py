@@ -316,7 +316,7 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
             documents, decided = batch
             keep = pc.equal(decided["decision"], "kept")
             rows, kept = documents.rows.filter(keep), decided.filter(keep)
-            data = {field.name: _conform(rows, field) for field in schema if field.name not in ADDED} | {
+            data = {field.name: conform(rows, field) for field in schema if field.name not in ADDED} | {
                 name: kept[column] for name, column in ADDED.items()
             }
             return (
@@ -357,7 +357,8 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
         )
 
 
-def _conform(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+def conform(rows: pa.Table, field: pa.Field) -> pa.ChunkedArray | pa.Array:
+    """The column of a field, as its type; nulls where the rows have none, U+FFFD where a text is no UTF-8."""
     if field.name not in rows.column_names:
         return pa.nulls(len(rows), field.type)
     column = rows[field.name]
