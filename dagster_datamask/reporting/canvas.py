@@ -61,7 +61,8 @@ def say(axes: Axes, message: str) -> None:
 
 
 def nothing(figure: Figure, axes: Axes, message: str) -> bytes:
-    """The figure of a pool that has nothing to draw."""
+    """The figure of a pool that has nothing to draw: a strip that says so."""
+    figure.set_size_inches(6.4, 1.2)
     say(axes, message)
     return png(figure)
 

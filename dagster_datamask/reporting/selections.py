@@ -78,6 +78,7 @@ def quality_change_figure(counts: Mapping[str, Sequence[int]], means: Mapping[st
         edges, heights = np.append(x, 16) - 0.5, np.append(shares, shares[-1])
         axes.step(edges, heights, where="post", color=(GREY, COLOURS[1])[i % 2], ls=DASHES[i % 2], lw=1.8, label=label)
     percent_axis(axes)
+    axes.set_ylim(bottom=0)
     axes.set_xticks(x)
     axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)")
     axes.set_ylabel("share of documents")
@@ -220,7 +221,8 @@ def hosts_figure(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
         # a dollar sign would start a formula
         label.set_parse_math(False)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} %"))
-    axes.set_xlim(left=0)
+    # room for the markers at 0
+    axes.set_xlim(left=-0.02 * max(before.max(), after.max()))
     axes.set_ylim(0.6 - len(rows), 0.6)
     axes.set_xlabel("share of documents")
     legend_below(figure, axes)
@@ -244,8 +246,9 @@ def overlap_figure(names: Sequence[str], shares: np.ndarray, title: str) -> byte
         if np.isfinite(share):
             colour = "white" if share < 0.55 else "black"
             axes.text(j, i, f"{100 * share:.0f} %", ha="center", va="center", color=colour)
-    slanted = {"rotation": 20, "ha": "right"} if len(names) > 4 else {}
-    axes.set_xticks(range(len(names)), names, fontsize=SMALL, **slanted)
+    axes.set_xticks(range(len(names)), names, fontsize=SMALL)
+    if len(names) > 4:
+        axes.tick_params(axis="x", rotation=20)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel("of the documents of")
     axes.set_xlabel("this share is in")

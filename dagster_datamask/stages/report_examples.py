@@ -166,8 +166,6 @@ def cards(
 ) -> list[Card]:
     """The documents as cards, each compared with what is kept on average."""
     kept = numbers.groups["kept"]
-    towards = numbers.vectors["kept"] / max(1, kept.documents)
-    usual = f"; kept documents: {float(towards @ towards):.3f} on average" if kept.documents else ""
     made = []
     for row in rows:
         other = nearest.get(row["doc_id"])
@@ -177,8 +175,7 @@ def cards(
             ("the cut", _from_the_cut(row, cut)),
         ]
         if row["embedding"] is not None:
-            cosine = float(_unit(np.array([row["embedding"]], np.float64))[0] @ towards)
-            facts.append(("likeness", f"mean cosine with what is kept {cosine:.3f}{usual}"))
+            facts.append(("likeness", _likeness(row, numbers)))
         if row["kept_id"] is not None:
             facts.append(("kept instead", f"{row['kept_id']}, cosine {row['similarity']:.3f}"))
         sizes = [f"{row['token_count']:,} tokens"] if row["token_count"] is not None else []
@@ -195,6 +192,18 @@ def cards(
         excerpt, decision = texts[row["shard"], row["row"]], row["decision"]
         made.append(Card(row["doc_id"], _WORDS[decision], decision == "kept", told, excerpt, beside))
     return made
+
+
+def _likeness(row: Mapping[str, Any], numbers: Numbers) -> str:
+    """How like it is to what is kept, itself left out, as against kept documents among each other."""
+    itself = int(row["decision"] == "kept")
+    others = numbers.groups["kept"].documents - itself
+    if not others:
+        return ""
+    cosines = _unit(np.array([row["embedding"]], np.float64))[0] @ numbers.vectors["kept"]
+    usual = numbers.cosine("kept")
+    among = "" if usual is None else f"; kept documents among each other: {usual:.3f}"
+    return f"mean cosine with what {'else ' if itself else ''}is kept {(cosines - itself) / others:.3f}{among}"
 
 
 def _scores(row: Mapping[str, Any], usual: float | None) -> str:

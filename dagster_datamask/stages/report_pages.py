@@ -184,7 +184,7 @@ def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figur
     solved = (
         f"{QUALITY} (λ = 1) and {DIVERSITY} (λ = 0) are solved on {'them' if n == every else 'the sample'} by the "
         f"certified solver for the {size:,} documents that {JOINT} keeps there"
-        + (f" (gap at most {max(gaps):.0e})" if gaps else "")
+        + (f" (gap at most {max(gaps):.0e})" if gaps and size else "")
         + f"; {RANDOM} keeps as many by the hash of their ids"
         + (f"; {', '.join(found.others)} as published." if found.others else ".")
     )

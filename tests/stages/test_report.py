@@ -241,6 +241,7 @@ class TestDocuments:
         _, outcomes = finished
         html = page(outcomes["snapshot_report"].published)
         masks = {row["doc_id"]: row for row in rows_of(outcomes["datamask_masks"].published).iter_rows(named=True)}
+        kept, z = [name for name, row in masks.items() if row["selected"]], vectors(outcomes)
         lowest = outcomes["pruned_documents"].facts["lowest_surviving_quality"]
         rows = {
             row["doc_id"]: row for row in rows_of(outcomes["fineweb_mask_manifest"].published).iter_rows(named=True)
@@ -255,6 +256,9 @@ class TestDocuments:
             if row["decision"] == "pruned":
                 assert f"quality {lowest - row['quality']:.2f} below the lowest that survives, {lowest:.2f}" in facts
             else:
+                others = [z[k] for k in kept if k != name]
+                cosine = float(np.mean([z[name] @ other for other in others]))
+                assert re.search(rf"mean cosine with what (else )?is kept {cosine:.3f}; ", facts)
                 rank = masks[name]["rank"]
                 assert f"place {rank} of 36 by the solver&#x27;s score" in facts
                 assert f"7 are kept: {abs(rank - 7)} places" in facts
