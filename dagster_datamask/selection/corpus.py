@@ -233,6 +233,7 @@ def solve_corpus(
     )
 
 
+@threadpool_limits.wrap(limits=1, user_api="blas")
 def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = None) -> tuple[Evaluation, Certificate]:
     """What the mask that the shards hold is worth, and its certificate, at the relaxation's point or the mask's own."""
     evaluation = evaluate(passes, corpus.terms)
@@ -410,7 +411,8 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
                 put("groups", block.groups.astype(np.int64, casting="safe"))
             rows += len(block.ids)
     scratch = _Scratch(folder, rows, "r")
-    prepared = prepare(scratch("vectors", dtype, (rows, max(d, 1))), scratch("ties", np.uint64))
+    with threadpool_limits(limits=1, user_api="blas"):
+        prepared = prepare(scratch("vectors", dtype, (rows, max(d, 1))), scratch("ties", np.uint64))
     prepared.vectors.inverse.tofile(folder / "inverse.bin")
     for stale in ("scores", "member", "best", "base", "bits", "order"):
         (folder / f"{stale}.bin").unlink(missing_ok=True)

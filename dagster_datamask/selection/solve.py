@@ -201,13 +201,13 @@ def solve(
     if options is not None and (kind is None or not isinstance(options, kind)):
         takes = "no options" if kind is None else kind.__name__
         raise ValueError(f"solver {solver!r} takes {takes}, not {type(options).__name__}")
-    pool = prepare_pool(objective, ids)
-    solving = time.perf_counter()
-    pool = replace(pool, vectors=on_device(pool.vectors, accelerator))
-    passes, part = pool_passes(pool, chosen_from)
-    job = _Job(pool, chosen_from, passes, part, seed, split, ids, accelerator, progress, options)
     # BLAS orders its sums by its number of threads; ours work on fixed blocks instead
     with threadpool_limits(limits=1, user_api="blas"):
+        pool = prepare_pool(objective, ids)
+        solving = time.perf_counter()
+        pool = replace(pool, vectors=on_device(pool.vectors, accelerator))
+        passes, part = pool_passes(pool, chosen_from)
+        job = _Job(pool, chosen_from, passes, part, seed, split, ids, accelerator, progress, options)
         solved = SOLVERS[solver](job)
         solver_seconds = time.perf_counter() - solving
         certificate, evaluation = _certify(job, solved)

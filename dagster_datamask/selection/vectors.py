@@ -20,6 +20,8 @@ _CACHED = 64
 BLOCK = 1024
 # rows whose product with a matrix is taken at once
 _PRODUCT = 256
+# rows that BLAS is given a multiple of
+_EVEN = 64
 # rows read at once where only a product with a vector is taken
 _DOTS = 4096
 _TORCH_GRAIN = 32_000
@@ -71,7 +73,7 @@ class Vectors:
         narrow, result = v.astype(np.float32), np.empty(self.n, np.float32)
 
         def dot(start: int, stop: int) -> None:
-            np.einsum("ij,j->i", self.single(start, stop), narrow, out=result[start:stop])
+            result[start:stop] = _times(self.single(start, stop), narrow)
             result[start:stop] *= self.inverse[start:stop].astype(np.float32)
 
         map_blocks(dot, self.n, _DOTS)
@@ -102,6 +104,17 @@ class Vectors:
 
         if rows.size:
             total.add(map_blocks(block, rows.size, BLOCK), sign)
+
+
+def _times(rows: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """float32[k]: rows·v, each of which depends on nothing but the row: BLAS takes a row's products alone, but may take
+    the last few of an odd number of rows in another way, so there are none."""
+    odd = len(rows) % _EVEN
+    if not odd:
+        return rows @ v
+    padded = np.zeros((len(rows) - odd + _EVEN, rows.shape[1]), np.float32)
+    padded[: len(rows)] = rows
+    return (padded @ v)[: len(rows)]
 
 
 class DeviceVectors(Vectors):
@@ -206,18 +219,24 @@ def prepare(stored: np.ndarray, ties: np.ndarray) -> Prepared:
     total = GridSum(d)
     # any direction would do; one that the rows do not know tells apart what has equal norms
     probe = keyed.rng(0, "checksum", d).standard_normal(d)
+    narrow = probe.astype(np.float32)
 
     def block(start: int, stop: int) -> np.ndarray:
         sums = total.nothing()
         rows = np.empty((_CACHED, d))
         for a in range(start, stop, _CACHED):
             b = min(a + _CACHED, stop)
-            x = rows[: b - a]
-            x[:] = as_single(stored[a:b]) if stored.dtype == np.float16 else stored[a:b]
+            x, read = rows[: b - a], stored[a:b]
             with np.errstate(all="ignore"):
+                if stored.dtype == np.float64:
+                    x[:] = read
+                    prints[a:b, 1] = np.einsum("ij,j->i", x, probe)
+                else:
+                    single = as_single(read)
+                    x[:] = single
+                    prints[a:b, 1] = _times(single, narrow)
                 squares = np.einsum("ij,ij->i", x, x)
                 prints[a:b, 0] = squares
-                prints[a:b, 1] = np.einsum("ij,j->i", x, probe)
                 inverse[a:b] = 1.0 / np.sqrt(squares)
                 x *= inverse[a:b, None]
                 # what is not finite is reported, and must not end up in a conversion to whole numbers
