@@ -219,7 +219,7 @@ def prepare(stored: np.ndarray, ties: np.ndarray) -> Prepared:
     total = GridSum(d)
     # any direction would do; one that the rows do not know tells apart what has equal norms
     probe = keyed.rng(0, "checksum", d).standard_normal(d)
-    narrow = probe.astype(np.float32)
+    narrow = np.asarray(probe, np.float32)
 
     def block(start: int, stop: int) -> np.ndarray:
         sums = total.nothing()
