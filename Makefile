@@ -11,7 +11,7 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-dagster bench-gpu figures e2e clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-dagster bench-gpu figures e2e e2e-smoke clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
@@ -61,6 +61,10 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# a partition and a backfill by hand, in two minutes
+e2e-smoke: $(E2E_STAMP)
+	$(BIN)/python -m pytest -m e2e tests/e2e/test_ui.py -k "TestServer and not AtWork or TestByHand"
 
 e2e: export DATAMASK_E2E_SHOTS = $(CURDIR)/.e2e
 e2e: $(E2E_STAMP)

@@ -214,8 +214,10 @@ class TestPages:
 
     def test_raw_shards_tells_what_the_machine_is(self, page: Any, server: Server, shots: Path) -> None:
         opened(page, server, f"/assets/raw_shards?view=partitions&partition={GOOD[0]}", "doctor")
-        page.get_by_text("[Show Table]").first.or_(page.get_by_text("Show table").first).wait_for()
-        page.screenshot(path=shots / "14_raw_shards.png", full_page=True)
+        last = page.get_by_text("wiki as fitted").first
+        last.scroll_into_view_if_needed()
+        playwright.expect(last).to_be_visible()
+        page.screenshot(path=shots / "14_doctor_of_raw_shards.png")
 
     def test_the_failed_run_names_the_shard(self, page: Any, server: Server, shots: Path) -> None:
         run = server.runs(dagster__partition=POISONED)[-1]

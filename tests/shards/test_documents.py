@@ -67,3 +67,16 @@ def test_a_rewritten_or_lost_shard_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["longer than it was before"]}), tmp_path / "source" / "S" / "a.parquet")
     with pytest.raises(InconsistentFiles, match=r"a\.parquet was rewritten since raw_shards read it"):
         next(reader.batches("a", None))
+
+
+def test_a_shard_rewritten_while_it_is_read_is_noticed_at_its_end(tmp_path: Path) -> None:
+    batches = reader_of(tmp_path, [True] * 4, group_rows=2).batches("a", ["text"], 2)
+    assert next(batches).ids.to_pylist() == ["d0", "d1"]
+    path = tmp_path / "source" / "S" / "a.parquet"
+    with path.open("r+b") as file:
+        # in place, as a store without atomic replacement does it
+        file.seek(0, 2)
+        file.write(b"more")
+    assert next(batches).ids.to_pylist() == ["d2", "d3"]
+    with pytest.raises(InconsistentFiles, match=r"a\.parquet was rewritten since raw_shards read it"):
+        next(batches)
