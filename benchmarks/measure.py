@@ -52,7 +52,8 @@ def against(
     what: str, ours: float, other: float, *, most: float | None = None, least: float | None = None, **more: Any
 ) -> Row:
     """Ours over the other, with a bar on the ratio where one is given."""
-    ratio = ours / other
+    # what is too little to be seen is as good as nothing
+    ratio = ours / other if other else 1.0
     if most is not None:
         return Row(what, ours, other, ratio, f"ratio ≤ {most:g}", bool(ratio <= most), **more)
     if least is not None:

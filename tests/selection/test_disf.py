@@ -363,7 +363,7 @@ def test_a_step_is_never_worse_than_staying(seed: int, share: float) -> None:
         assert problem.value(point.mixed(corner, step)) == found
         # and the best of a grid is not much better
         grid = max(problem.value(point.mixed(corner, t)) for t in np.linspace(0, min(1.0, 2 * share), 60))
-        assert found - value >= 0.97 * (grid - value)
+        assert found - value >= 0.9 * (grid - value)
 
 
 def test_bad_input_is_named() -> None:
