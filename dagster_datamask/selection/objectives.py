@@ -233,8 +233,8 @@ def canonical_order(ids: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]
     """
     if len(ids) != n:
         raise ValueError(f"{n} embeddings but {len(ids)} ids")
-    other = next((i for i in ids if not isinstance(i, str)), None)
-    if other is not None:
+    if not all(issubclass(kind, str) for kind in set(map(type, ids))):
+        other = next(i for i in ids if not isinstance(i, str))
         raise ValueError(f"ids are texts, and {other!r} is of type {type(other).__name__}; write str(id)")
     hashes = keyed.hash64(ids, 0, "tie")
     order = np.argsort(hashes, kind="stable")

@@ -22,7 +22,7 @@ _BAND = 32
 # rows that are gathered in one go
 _GATHERED = 2048
 # rows that are multiplied with the masks while they are in cache, and parts that a batch's sums are made of
-_MULTIPLIED = 512
+_MULTIPLIED = 2048
 _PARTS = 16
 _LEAST = float(np.finfo(np.float32).tiny)
 
