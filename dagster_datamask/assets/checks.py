@@ -7,6 +7,15 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.stages.corpus import STATE, named, unsolved
 
 
+def none_waiting(waiting: dict[str, str], remedy: str) -> dg.AssetCheckResult:
+    """A warning that names the snapshots that wait, and why, unless there are none."""
+    return dg.AssetCheckResult(
+        passed=not waiting,
+        severity=dg.AssetCheckSeverity.WARN,
+        metadata={"waiting": len(waiting), "snapshots": named(waiting) or "none", "remedy": remedy},
+    )
+
+
 def every_embedded_snapshot_solved(settings: Settings) -> dg.AssetChecksDefinition:
     """The check of corpus_selection_state for these settings; it reads pointers and the state alone."""
 
@@ -16,14 +25,6 @@ def every_embedded_snapshot_solved(settings: Settings) -> dg.AssetChecksDefiniti
     )
     def every_embedded_snapshot_solved(storage: StorageResource) -> dg.AssetCheckResult:
         waiting = unsolved(storage.store(), settings) if settings.select.scope == "corpus" else {}
-        return dg.AssetCheckResult(
-            passed=not waiting,
-            severity=dg.AssetCheckSeverity.WARN,
-            metadata={
-                "waiting": len(waiting),
-                "snapshots": named(waiting) or "none",
-                "remedy": "run the job solve_corpus",
-            },
-        )
+        return none_waiting(waiting, "run the job solve_corpus")
 
     return every_embedded_snapshot_solved

@@ -3,13 +3,13 @@
 import dagster as dg
 
 from dagster_datamask.assets.base import stage_asset
+from dagster_datamask.assets.checks import none_waiting
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import report
 from dagster_datamask.stages import selection_report as corpus_report
 from dagster_datamask.stages.base import Outcome, Run
-from dagster_datamask.stages.corpus import named
 
 
 @stage_asset("snapshot_report")
@@ -31,14 +31,6 @@ def report_is_current(settings: Settings) -> dg.AssetChecksDefinition:
     )
     def report_is_current(storage: StorageResource) -> dg.AssetCheckResult:
         waiting = corpus_report.unreported(storage.store(), settings)
-        return dg.AssetCheckResult(
-            passed=not waiting,
-            severity=dg.AssetCheckSeverity.WARN,
-            metadata={
-                "waiting": len(waiting),
-                "snapshots": named(waiting) or "none",
-                "remedy": "materialise these snapshots and run the job report",
-            },
-        )
+        return none_waiting(waiting, "materialise these snapshots and run the job report")
 
     return report_is_current

@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from dagster_datamask.selection.exact import GridSum, ScalarSum
+from dagster_datamask.selection.exact import HALF_ULP_32, HALF_ULP_64, GridSum, ScalarSum, gamma
 from dagster_datamask.selection.objectives import map_blocks
 from dagster_datamask.selection.passes import Part, Passes
 
-HALF_ULP_32 = 2.0**-24
-HALF_ULP_64 = 2.0**-53
 # a share of less than this is a share of nothing
 NO_GAIN = 1e-9
 # rounds of the search for the worst number of tokens
@@ -159,7 +157,6 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     "quality_raw", and the further scores, scaled; those that are missing are not averaged.
     """
     vectors = GridSum(passes.d, costs=passes.tokens, fine=passes.tokens)
-    sums: dict[str, ScalarSum] = {}
     documents = amount = 0
     largest: dict[str, float] = {}
     for _, part in passes.each():
@@ -220,8 +217,7 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
             part.scores += extra
     rough = passes.cut(lambda part: part.scores, passes.amounts)
     for _, part in passes.each():
-        level = rough.score[0] if part.groups is None else rough.score[part.groups]
-        rows = np.flatnonzero(part.scores >= level - spread)
+        rows = np.flatnonzero(part.scores >= rough.level(part.groups) - spread)
         scores = _scores_at(passes, part, rows, point)
         part.scores[:] = -np.inf
         part.scores[rows] = scores if extra is None else scores + extra[rows]
@@ -342,10 +338,6 @@ def rough_error(passes: Passes, point: np.ndarray) -> float:
     share = gamma(rounds + 8, HALF_ULP_32)
     flushed = passes.size * 2.0**-100
     return 2.0 * float(np.sqrt(passes.beta)) * (float(np.linalg.norm(point)) * share + flushed) + 1e-12
-
-
-def gamma(k: int, half_ulp: float) -> float:
-    return k * half_ulp / (1.0 - k * half_ulp)
 
 
 def baseline(passes: Passes, means: dict[str, np.ndarray], linear: float, weights: dict[str, float]) -> float | None:

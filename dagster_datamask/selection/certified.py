@@ -408,9 +408,9 @@ def _best(passes: Passes, keys: Callable[[Part], np.ndarray], size: int) -> Gath
     return passes.gather(lambda part: at.whole(part.scored(keys(part), plain=True)), keys)
 
 
-def _away(passes: Passes, part: Part, at: Cut) -> np.ndarray:
+def _away(part: Part, at: Cut) -> np.ndarray:
     """Each document's score above its group's cut."""
-    return part.scores - (at.score[0] if part.groups is None else at.score[part.groups])
+    return part.scores - at.level(part.groups)
 
 
 def _radius(passes: Passes, gap: float) -> float:
@@ -420,7 +420,7 @@ def _radius(passes: Passes, gap: float) -> float:
 def _is_crowded(passes: Passes, at: Cut, gap: float) -> bool:
     """Whether the undecided documents' vectors are too many to gather."""
     radius = _radius(passes, gap)
-    return passes.count(lambda part: np.abs(_away(passes, part, at)) <= radius) * passes.d > _GATHERED
+    return passes.count(lambda part: np.abs(_away(part, at)) <= radius) * passes.d > _GATHERED
 
 
 def _solve_screened(passes: Passes, at: Cut, gap: float) -> tuple[np.ndarray, float]:
@@ -429,8 +429,8 @@ def _solve_screened(passes: Passes, at: Cut, gap: float) -> tuple[np.ndarray, fl
     Leaves the weights in `base` and returns (their point, their mean of linear).
     """
     radius = _radius(passes, gap)
-    free = passes.gather(lambda part: np.abs(_away(passes, part, at)) <= radius)
-    fixed = passes.hold(lambda part: _away(passes, part, at) > radius)
+    free = passes.gather(lambda part: np.abs(_away(part, at)) <= radius)
+    fixed = passes.hold(lambda part: _away(part, at) > radius)
     everything = passes.amount + passes.given_size
     room = np.array(passes.amounts, np.float64) - fixed.held
     by_group = [np.flatnonzero(free.groups == g) for g in range(len(room))]
@@ -458,7 +458,7 @@ def _solve_screened(passes: Passes, at: Cut, gap: float) -> tuple[np.ndarray, fl
         x, momentum = moved, following
     passes.reads += (2 * inner + 2) * len(free)
     for number, part in passes.each():
-        part.base[:] = _away(passes, part, at) > radius
+        part.base[:] = _away(part, at) > radius
         here = free.part == number
         part.base[free.row[here]] = x[here]
     point = fixed.point.copy()

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dagster_datamask.selection.exact import HALF_ULP_64, gamma
 from dagster_datamask.selection.objectives import map_blocks
 from dagster_datamask.selection.sampling import top_s
 
@@ -40,7 +41,6 @@ Take = Callable[[np.ndarray], np.ndarray]
 _AUTHORS = 1e-4
 # variance of a constant column
 _VARIANCE = 1e-14
-_HALF_ULP_64 = 2.0**-53
 # rows whose intermediate products stay in cache
 _ROWS = 256
 # float32 scores closer than this share of the best are compared in float64, where this share is a tie
@@ -90,8 +90,8 @@ def second_moment_error(size: int, d: int) -> float:
     normalised, and the norm of the matrix of their absolute values is at most S; a squared row sums `shorter` terms.
     """
     shorter, longer = sorted((size, d))
-    entry = _gamma(longer + 2 * (d + 4) + 1)
-    return 2.0 * entry + entry * entry + 2.0 * _gamma(shorter + 4)
+    entry = gamma(longer + 2 * (d + 4) + 1, HALF_ULP_64)
+    return 2.0 * entry + entry * entry + 2.0 * gamma(shorter + 4, HALF_ULP_64)
 
 
 def disf_group_values(xp: Any, mask: Any, rows: Any, size: int) -> Any:
@@ -576,10 +576,6 @@ def _chosen(xp: Any, mask: Any, size: int) -> Any:
         return np.nonzero(mask)[1].reshape(len(mask), size)
     # not nonzero, which waits for the device to count
     return xp.topk(mask, size, dim=1, sorted=False).indices
-
-
-def _gamma(k: int) -> float:
-    return k * _HALF_ULP_64 / (1.0 - k * _HALF_ULP_64)
 
 
 def _check(z: np.ndarray, linear: np.ndarray, budget: int) -> None:

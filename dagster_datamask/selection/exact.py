@@ -6,9 +6,12 @@ that are read one at a time. Not here: what is summed or scored (`passes`).
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+# half the distance between neighbours of 1, relative: the most that one rounding moves a number by
+HALF_ULP_32, HALF_ULP_64 = 2.0**-24, 2.0**-53
 # entries are rounded to multiples of 2**-bits, and what that leaves, where it counts, to multiples of 2**-2·bits:
 # 64 rows of them fit a float64 exactly, and 32 blocks of 1024 rows an int64
 _BITS = 47
@@ -21,6 +24,11 @@ _CHUNK = 64
 _FOLD = 32
 # rows of several parts that are sorted together
 _AT_HAND = 1 << 20
+
+
+def gamma(k: int, half_ulp: float) -> float:
+    """γ_k = k·u/(1 − k·u): the most, relative, that k roundings in a row move a result by."""
+    return k * half_ulp / (1.0 - k * half_ulp)
 
 
 class GridSum:
@@ -135,6 +143,10 @@ class Cut:
     score: np.ndarray
     tie: np.ndarray
     fraction: np.ndarray
+
+    def level(self, groups: np.ndarray | None) -> Any:
+        """The score of the cut of each row's group: float64[k], or one number where there is one group."""
+        return self.score[0] if groups is None else self.score[groups]
 
     def whole(self, part: Scored) -> np.ndarray:
         """bool[k]: the rows that are in whole."""

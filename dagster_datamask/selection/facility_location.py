@@ -16,13 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from dagster_datamask.selection.exact import HALF_ULP_32, HALF_ULP_64, gamma
 from dagster_datamask.selection.objectives import map_blocks
 
 # float64[k, d]: ẑ of the stored vectors at k positions
 Rows = Callable[[np.ndarray], np.ndarray]
 
-_HALF_ULP_32 = 2.0**-24
-_HALF_ULP_64 = 2.0**-53
 # kernel rows formed together, and the part of them that stays in cache while it is summed
 _BAND = 512
 _COLUMNS = 4096
@@ -162,7 +161,7 @@ class FacilityLocation:
         parts = map_blocks(search, n, block=int(np.clip(_TILE // size, 16, 2048)))
         self.passes += size
         nearest = np.concatenate(parts)
-        return Cover(math.fsum(nearest) / n, _gamma(3 * self.z.shape[1] + 16, _HALF_ULP_64), nearest, positions)
+        return Cover(math.fsum(nearest) / n, gamma(3 * self.z.shape[1] + 16, HALF_ULP_64), nearest, positions)
 
     def gains(self, cover: Cover) -> np.ndarray:
         """float64[N]: FL(U ∪ x) − FL(U) or more, for every x; exactly 0 for U's members.
@@ -380,7 +379,7 @@ def product_error(d: int) -> float:
     γ_k = k·u/(1 − k·u): each row is scaled and rounded to float32, then d products are summed in any order; products
     below the smallest normal number are flushed.
     """
-    return _gamma(d + 12, _HALF_ULP_32) + d * 2.0**-120
+    return gamma(d + 12, HALF_ULP_32) + d * 2.0**-120
 
 
 def _listed(band: np.ndarray, live: np.ndarray) -> _Lists:
@@ -402,7 +401,3 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64[Σ lengths]: start, start + 1, … of each range in turn."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if ends.size else 0)
-
-
-def _gamma(k: int, half_ulp: float) -> float:
-    return k * half_ulp / (1.0 - k * half_ulp)

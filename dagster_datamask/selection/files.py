@@ -4,7 +4,8 @@ Here: reading ids, scores and vectors from one parquet or Arrow IPC file, with e
 Not here: the selection itself (`solve`), and how a file reaches the disk whole (`shards.writer`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def solve_file(
         quota=quota,
     )
     diversity = {"pws": 1.0} if diversity is None else diversity
-    try:
+    with of_file(source):
         kept = documents.budget(budget)
         objective = QualityDiversity(documents.embeddings, documents.scores, lam, scale, constants, diversity)
         selection = solve(
@@ -100,10 +101,6 @@ def solve_file(
             progress=progress,
             options=options,
         )
-    except BadInput as error:
-        raise BadInput(f"{source}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
     if out is not None:
         write_mask(out, documents.ids, selection)
     return {
@@ -115,6 +112,17 @@ def solve_file(
         "source": str(source),
         "out": None if out is None else str(out),
     }
+
+
+@contextmanager
+def of_file(source: Path) -> Iterator[None]:
+    """Errors of what a file holds name the file."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{source}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def write_mask(out: Path, ids: list[str], selection: Selection) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.selection.budgets import Budget, exact_number, parse_tokens
-from dagster_datamask.selection.files import read_documents
-from dagster_datamask.selection.objectives import BadInput, QualityDiversity
+from dagster_datamask.selection.files import of_file, read_documents
+from dagster_datamask.selection.objectives import QualityDiversity
 from dagster_datamask.selection.policy_gradient import Progress
 from dagster_datamask.selection.solve import Options, Selection, solve
 
@@ -180,7 +180,7 @@ def sweep_file(
     in_tokens = parse_tokens(budget) is not None
     documents = read_documents(source, columns or {}, scores_needed=True, tokens_needed=in_tokens, quota=quota)
     assert documents.scores is not None
-    try:
+    with of_file(source):
         kept = documents.budget(budget)
         found = sweep(
             documents.embeddings,
@@ -196,10 +196,6 @@ def sweep_file(
             progress=progress,
             options=options,
         )
-    except BadInput as error:
-        raise BadInput(f"{source}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
     uniform = None if found.uniform is None else dict(zip(("quality", "diversity"), found.uniform, strict=True))
     return {
         "n": len(documents.ids),
