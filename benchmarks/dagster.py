@@ -23,6 +23,7 @@ import dagster as dg
 from rich.console import Console
 
 from benchmarks.measure import Row, absent, at_most, machine, show
+from dagster_datamask.jobs import build_jobs
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_shards import build_new_shards
@@ -98,7 +99,7 @@ def tick(project: Path) -> list[Row]:
             # a link has a file's listing, without its bytes
             os.link(template, folder / f"{shard:03d}_00000.parquet")
     settings = settings.replace({"source.url": str(many)})
-    sensor = build_new_shards(settings)
+    sensor = build_new_shards(settings, build_jobs(settings))
     seconds = []
     with dg.DagsterInstance.ephemeral() as instance:
         cursor = None

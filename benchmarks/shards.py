@@ -32,7 +32,7 @@ from dagster_datamask.shards.engine import map_shards
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages import ingest, scores
+from dagster_datamask.stages import ingest, quality, scores
 from dagster_datamask.stages.base import STAGES, Run, finish
 
 SNAPSHOT = "CC-MAIN-2024-10"
@@ -166,9 +166,9 @@ def measure(rows: int, folder: Path) -> list[dict[str, Any]]:
         "quality_scores",
         "polars: three files joined in memory, one written",
         floor,
-        timed(lambda: scores.quality_scores(run, SNAPSHOT)),
+        timed(lambda: quality.quality_scores(run, SNAPSHOT)),
     )
-    compare("pruned_documents", "the same", floor, timed(lambda: scores.pruned_documents(run, SNAPSHOT)))
+    compare("pruned_documents", "the same", floor, timed(lambda: quality.pruned_documents(run, SNAPSHOT)))
     copy, scattered = shuffle_rows(folder, rows)
     compare("shuffle into 8 splits, 768-d", "the rows written once", copy, scattered)
     for row in results:

@@ -8,7 +8,7 @@ import dagster as dg
 from dagster_datamask.assets import documents, exports, globals, reports, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
-from dagster_datamask.jobs import JOBS
+from dagster_datamask.jobs import build_jobs
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
@@ -16,7 +16,7 @@ from dagster_datamask.resources.pools import wait_without_spinning
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_embeddings import build_new_embeddings
 from dagster_datamask.sensors.new_shards import build_new_shards
-from dagster_datamask.sensors.retry_failed_snapshots import retry_failed_snapshots
+from dagster_datamask.sensors.retry_failed_snapshots import build_retry_failed_snapshots
 from dagster_datamask.settings import Settings, load_settings
 
 ASSETS: tuple[StageAsset, ...] = (
@@ -43,6 +43,7 @@ ASSETS: tuple[StageAsset, ...] = (
 
 def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) -> dg.Definitions:
     """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
+    jobs = build_jobs(settings)
     return dg.Definitions(
         assets=[asset.build(settings) for asset in ASSETS],
         asset_checks=[
@@ -50,11 +51,11 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
             exports.export_is_current(settings),
             reports.report_is_current(settings),
         ],
-        jobs=JOBS,
+        jobs=list(jobs.values()),
         sensors=[
-            build_new_shards(settings),
-            retry_failed_snapshots,
-            *([build_new_embeddings(settings)] if settings.select.scope == "corpus" else []),
+            build_new_shards(settings, jobs),
+            build_retry_failed_snapshots(settings, jobs),
+            *([build_new_embeddings(settings, jobs)] if settings.select.scope == "corpus" else []),
         ],
         resources={
             "storage": StorageResource.from_settings(settings),

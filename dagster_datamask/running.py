@@ -17,7 +17,7 @@ import dagster as dg
 import numpy as np
 
 from dagster_datamask.definitions import build_definitions
-from dagster_datamask.jobs import embed, fit_global, full, report, select, solve_corpus
+from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL, REPORT, SELECT, SOLVE_CORPUS
 from dagster_datamask.keyed import hash64
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.scoring.encoders import ENCODERS
@@ -119,24 +119,24 @@ def materialise(
         told(runs[-1])
         return runs[-1].success
 
-    if unfitted(store, settings, source) and not execute(fit_global.name):
+    if unfitted(store, settings, source) and not execute(FIT_GLOBAL):
         return runs
     missing = [key for key in snapshots if key not in instance.get_dynamic_partitions(cc_snapshot.name or "")]
     instance.add_dynamic_partitions(cc_snapshot.name or "", sorted(missing))
     if settings.select.scope != "corpus":
         for snapshot in snapshots:
-            execute(full.name, snapshot)
+            execute(FULL, snapshot)
         return runs
-    embedded = [snapshot for snapshot in snapshots if execute(embed.name, snapshot)]
-    if embedded and execute(solve_corpus.name):
+    embedded = [snapshot for snapshot in snapshots if execute(EMBED, snapshot)]
+    if embedded and execute(SOLVE_CORPUS):
         for snapshot in embedded:
-            execute(select.name, snapshot)
+            execute(SELECT, snapshot)
     return runs
 
 
 def report_all(settings: Settings, instance: dg.DagsterInstance) -> SnapshotRun:
     """Run the job `report`: one page over all snapshots that are selected."""
-    return _execute(build_definitions(settings), report.name, None, instance)
+    return _execute(build_definitions(settings), REPORT, None, instance)
 
 
 def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.DagsterInstance) -> SnapshotRun:
@@ -147,7 +147,7 @@ def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.
         tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}"},
         run_config={"loggers": {"console": {"config": {}}}},
     )
-    name = " ".join(part for part in (snapshot, "" if job == full.name else job) if part)
+    name = " ".join(part for part in (snapshot, "" if job == FULL else job) if part)
     run = SnapshotRun(name, result.run_id, result.success)
     for event in result.all_events:
         if event.is_step_failure and run.failure is None:

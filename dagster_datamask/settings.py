@@ -71,6 +71,10 @@ class SourceSettings(Section):
     on_bad_shard: Literal["fail", "quarantine"] = Field(
         "fail", description="a shard that cannot be read fails the run, or is set aside and reported"
     )
+    tokenizer: str = Field(
+        "openai-community/gpt2",
+        description="counts tokens where a row has no token_count: hub id, folder or package:<name>; '': none does",
+    )
     hash_below: float = Field(
         1.0,
         gt=0,
@@ -93,6 +97,11 @@ class ModelsSettings(Section):
     dclm_label: str = Field("__label__hq", description="label whose probability is the DCLM score")
     wiki: str = Field("trained", description="fastText wiki-reference model, or 'trained' from score.wiki_labels")
     wiki_label: str = Field("__label__wiki", description="label whose probability is the wiki score")
+    ultra: str = Field(
+        "openbmb/Ultra-FineWeb-classifier:classifiers/ultra_fineweb_en.bin",
+        description="Ultra-FineWeb's fastText model, or 'trained' from score.ultra_labels; for baselines alone",
+    )
+    ultra_label: str = Field("__label__pos", description="label whose probability is the Ultra-FineWeb score")
     edu: str = Field(
         "HuggingFaceFW/fineweb-edu-classifier",
         description="transformers regression model, or 'trained': a head on the encoder from score.edu_labels",
@@ -103,6 +112,7 @@ class ScoreSettings(Section):
     dclm_labels: str = Field("", description="parquet (text, label 0/1) to train a DCLM classifier from")
     wiki_labels: str = Field("", description="parquet (text, label 0/1) to train a wiki-reference classifier from")
     edu_labels: str = Field("", description="parquet (text, label 0..5) to train an educational-value head from")
+    ultra_labels: str = Field("", description="parquet (text, label 0/1) to train an Ultra-FineWeb classifier from")
     edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
     weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
     calibration_snapshots: list[str] = Field(
@@ -143,7 +153,44 @@ class ClusterSettings(Section):
     seed: int = Field(0, ge=0, description="seed of the initial centroids")
 
 
+class CleanSettings(Section):
+    duplicates: Literal["report", "remove"] = Field(
+        "report",
+        description="documents whose text an earlier one has, in this snapshot or one before: reported by "
+        "text_duplicates alone, or removed before pruning",
+    )
+    evaluation_sets: list[str] = Field(
+        [], description="parquet or JSON-lines files whose texts no selected document may contain; empty: none"
+    )
+    ngram: int = Field(13, ge=2, description="words in a row that an evaluation set and a document must not share")
+    near_duplicates: Literal["report", "remove"] = Field(
+        "report", description="documents that near_duplicates (SemDeDup) finds: reported, or not to be chosen"
+    )
+    epsilon: float = Field(0.05, ge=0, le=2, description="SemDeDup: alike are documents of cosine above 1 - epsilon")
+
+
+class BaselinesSettings(Section):
+    edu_cut: int = Field(3, ge=0, le=5, description="FineWeb-Edu keeps documents of this integer score or above")
+    dclm_cut: float = Field(0.018112, ge=0, le=1, description="DCLM-Baseline's probability")
+    wiki_cut: float = Field(0.25, ge=0, le=1, description="the wiki reference's probability")
+    ultra_cut: float = Field(0.5, ge=0, le=1, description="Ultra-FineWeb's probability")
+    gneissweb_tokens: int = Field(50, ge=2, description="GneissWeb removes repeated substrings of so many tokens")
+    gneissweb_percentile: float = Field(
+        0.5, gt=0, lt=1, description="GneissWeb keeps documents above this quantile of every score, by category"
+    )
+    gneissweb_categories: str = Field(
+        "", description="parquet (id, category) for GneissWeb's thresholds by category; empty: one category"
+    )
+
+
 class SelectSettings(Section):
+    strategy: str = Field(
+        "datamask",
+        description="whose documents the manifest keeps: datamask, group_mates, joint or baseline_<name>",
+    )
+    influence: float = Field(
+        0.0, ge=0, description="strategy joint: weight of the (negated, scaled) influence beside quality and diversity"
+    )
     lambda_: float = Field(0.5, ge=0, le=1, alias="lambda", description="weight of quality; 1 - lambda is diversity's")
     objective: str = Field(
         "pws",
@@ -292,6 +339,8 @@ class Settings(Section):
     prune: PruneSettings = PruneSettings()
     embed: EmbedSettings = EmbedSettings()
     cluster: ClusterSettings = ClusterSettings()
+    clean: CleanSettings = CleanSettings()
+    baselines: BaselinesSettings = BaselinesSettings()
     select: SelectSettings = SelectSettings()
     group_mates: GroupMatesSettings = GroupMatesSettings()
     export: ExportSettings = ExportSettings()
@@ -341,11 +390,13 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
             "dclm": "trained",
             "wiki": "trained",
             "edu": "trained",
+            "ultra": "trained",
         },
         "score": {
             "dclm_labels": ".demo/source/labels/dclm.parquet",
             "wiki_labels": ".demo/source/labels/wiki.parquet",
             "edu_labels": ".demo/source/labels/edu.parquet",
+            "ultra_labels": ".demo/source/labels/dclm.parquet",
             "edu_max_tokens": 64,
             "calibration_sample": 400,
         },
@@ -356,8 +407,12 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-_PATHS = ("source.url", "storage.root", "score.dclm_labels", "score.wiki_labels", "score.edu_labels")
-_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu")
+_PATHS = (
+    *("source.url", "storage.root"),
+    *("score.dclm_labels", "score.wiki_labels", "score.edu_labels", "score.ultra_labels"),
+    "baselines.gneissweb_categories",
+)
+_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra")
 
 
 def load_settings(

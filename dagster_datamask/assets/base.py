@@ -27,7 +27,7 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import peak_memory_mb
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage
+from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage, lineage
 
 Compute = Callable[[Run, Source, str], Outcome]
 
@@ -165,12 +165,8 @@ def code_version(stage: Stage, settings: Settings) -> str:
     Dagster compares an asset with its direct parents' data alone, so a change far up would show only where it is read;
     with the whole line in the version, all that follows shows as stale, and nothing else.
     """
-    line = {name: STAGES[name].code_version(settings) for name in _line(stage, settings)}
+    line = {name: STAGES[name].code_version(settings) for name in lineage([stage.name], settings)}
     return f"{stage.version}-{digest(json.dumps(line, sort_keys=True), size=6).hex()}"
-
-
-def _line(stage: Stage, settings: Settings) -> set[str]:
-    return {stage.name}.union(*(_line(STAGES[name], settings) for name in stage.needs(settings)))
 
 
 def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:

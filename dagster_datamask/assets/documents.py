@@ -7,7 +7,7 @@ import dagster as dg
 from dagster_datamask import doctor
 from dagster_datamask.assets.base import stage_asset
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages import ingest, scores
+from dagster_datamask.stages import ingest, quality, scores
 from dagster_datamask.stages.base import Outcome, Run
 
 
@@ -47,9 +47,9 @@ def wiki_scores(run: Run, source: Source, snapshot: str) -> Outcome:
 
 @stage_asset("quality_scores")
 def quality_scores(run: Run, source: Source, snapshot: str) -> Outcome:
-    return scores.quality_scores(run, snapshot)
+    return quality.quality_scores(run, snapshot)
 
 
 @stage_asset("pruned_documents")
 def pruned_documents(run: Run, source: Source, snapshot: str) -> Outcome:
-    return scores.pruned_documents(run, snapshot)
+    return quality.pruned_documents(run, snapshot)

@@ -1,49 +1,53 @@
-"""Named asset selections. Global assets are in `fit_global` only, so no snapshot run can move what is frozen."""
+"""Named asset selections. Global assets are in `fit_global` only, so no snapshot run can move what is frozen.
+
+Which assets lead to a snapshot's documents depends on the settings (a strategy reads its own masks), so jobs are built
+from them; their names are fixed.
+"""
 
 import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from dagster_datamask.stages.base import FITTED, STAGES
+from dagster_datamask.settings import Settings
+from dagster_datamask.stages.base import FITTED, STAGES, lineage
 
-_SCORE = ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores", "quality_scores", "pruned_documents")
-
-fit_global = dg.define_asset_job(
+FIT_GLOBAL, SCORE, EMBED, SOLVE_CORPUS, SELECT, FULL = (
     "fit_global",
-    selection=list(FITTED),
-    description="Resolve or train the classifiers, fix quality's constants, fit the centroids; frozen afterwards.",
-)
-score = dg.define_asset_job("score", selection=list(_SCORE), description="Documents, their scores and pruning.")
-select = dg.define_asset_job(
-    "select",
-    selection=[name for name, stage in STAGES.items() if stage.partitioned and name not in _SCORE],
-    description="Embeddings, clusters, mask, manifest, the kept documents and the report, from published scores.",
-)
-full = dg.define_asset_job(
-    "full",
-    selection=[name for name, stage in STAGES.items() if stage.partitioned],
-    description="A snapshot from its shards to the kept documents.",
-)
-
-# with select.scope = corpus a snapshot goes this far, then solve_corpus, then select
-embed = dg.define_asset_job(
+    "score",
     "embed",
-    selection=[*_SCORE, "e5_embeddings", "kmeans_clusters"],
-    description="A snapshot from its shards to its vectors: what solve_corpus chooses from.",
-)
-solve_corpus = dg.define_asset_job(
     "solve_corpus",
-    selection=["corpus_selection_state"],
-    description="The masks of all embedded snapshots as one pool (select.scope = corpus).",
+    "select",
+    "full",
 )
+CLEAN, BASELINES, REPORT, EXPORT = "clean", "baselines", "report", "export"
 
-report = dg.define_asset_job(
-    "report",
-    selection=["selection_report"],
-    description="One page over all selected snapshots: figures, certificates, and what is missing or stale.",
-)
-export = dg.define_asset_job(
-    "export",
-    selection=["dataset_card"],
-    description="The kept documents of all finished snapshots as one folder for others, card and checksums included.",
-)
 
-JOBS = [fit_global, score, embed, solve_corpus, select, full, report, export]
+def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
+    """{name: job}."""
+    score = of_a_snapshot(settings, "pruned_documents")
+    embed = of_a_snapshot(settings, "e5_embeddings", "kmeans_clusters")
+    full = of_a_snapshot(settings)
+    jobs = (
+        (FIT_GLOBAL, FITTED, "Resolve or train the classifiers, fix quality's constants, fit the centroids."),
+        (SCORE, score, "Documents, their scores and pruning."),
+        # with select.scope = corpus a snapshot goes this far, then solve_corpus, then select
+        (EMBED, embed, "A snapshot from its shards to its vectors: what solve_corpus chooses from."),
+        (SOLVE_CORPUS, ["corpus_selection_state"], "The masks of all embedded snapshots as one pool."),
+        (
+            SELECT,
+            [name for name in full if name not in score],
+            "Embeddings, clusters, mask, manifest, the kept documents and the report, from published scores.",
+        ),
+        (FULL, full, "A snapshot from its shards to the kept documents."),
+        (REPORT, ["selection_report"], "One page over all selected snapshots: figures, certificates, what is stale."),
+        (EXPORT, ["dataset_card"], "The kept documents of all finished snapshots as one folder for others."),
+    )
+    return {
+        name: dg.define_asset_job(name, selection=list(assets), description=description)
+        for name, assets, description in jobs
+    }
+
+
+def of_a_snapshot(settings: Settings, *ends: str) -> list[str]:
+    """The assets of a snapshot that lead to `ends`, by default to its kept documents and its report."""
+    ends = ends or ("fineweb_mask", "snapshot_report", "kmeans_clusters")
+    return [name for name in lineage(ends, settings) if STAGES[name].partitioned]

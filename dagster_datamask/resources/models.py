@@ -14,6 +14,8 @@ class ModelsResource(dg.ConfigurableResource):
     dclm_label: str
     wiki: str
     wiki_label: str
+    ultra: str
+    ultra_label: str
     edu: str
 
     @classmethod

@@ -6,10 +6,12 @@ pointers and the state are read.
 """
 
 import json
+from collections.abc import Mapping
 
 import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from dagster_datamask.jobs import embed, fit_global, full, score, select, solve_corpus
+from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL, SCORE, SELECT, SOLVE_CORPUS
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
@@ -18,7 +20,7 @@ from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.corpus import STATE, outdated_masks, unsolved
 
 _MAX_REQUESTS = 25
-_BUSY = (fit_global, score, embed, full, solve_corpus)
+_BUSY = (FIT_GLOBAL, SCORE, EMBED, FULL, SOLVE_CORPUS)
 _UNDER_WAY = [
     dg.DagsterRunStatus.QUEUED,
     dg.DagsterRunStatus.NOT_STARTED,
@@ -28,12 +30,12 @@ _UNDER_WAY = [
 ]
 
 
-def build_new_embeddings(settings: Settings) -> dg.SensorDefinition:
+def build_new_embeddings(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]) -> dg.SensorDefinition:
     """The sensor for these settings."""
 
     @dg.sensor(
         name="new_embeddings",
-        jobs=[solve_corpus, select],
+        jobs=[jobs[SOLVE_CORPUS], jobs[SELECT]],
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
         description="Runs solve_corpus once new snapshots are embedded, then select for each of its snapshots.",
@@ -46,18 +48,18 @@ def build_new_embeddings(settings: Settings) -> dg.SensorDefinition:
         except SettingsError as error:
             return dg.SkipReason(str(error))
         for job in _BUSY:
-            runs = context.instance.get_runs(dg.RunsFilter(job_name=job.name, statuses=_UNDER_WAY), limit=1)
+            runs = context.instance.get_runs(dg.RunsFilter(job_name=job, statuses=_UNDER_WAY), limit=1)
             if runs:
-                return dg.SkipReason(f"waiting for {job.name} (run {runs[0].run_id})")
+                return dg.SkipReason(f"waiting for {job} (run {runs[0].run_id})")
         waiting = unsolved(store, settings)
         if waiting:
             # the key holds what is there to solve, so that a failed run is not repeated for ever
             there = {name: store.current("e5_embeddings", name).fingerprint for name in sorted(waiting)}
             state = store.published(STATE)
             told = json.dumps([STAGES[STATE].code_version(settings), there, state and state.fingerprint])
-            key = f"{solve_corpus.name}:{digest(told, size=8).hex()}"
+            key = f"{SOLVE_CORPUS}:{digest(told, size=8).hex()}"
             context.log.info(f"solve_corpus for {len(waiting)} snapshots")
-            return dg.SensorResult(run_requests=[dg.RunRequest(run_key=key, job_name=solve_corpus.name)])
+            return dg.SensorResult(run_requests=[dg.RunRequest(run_key=key, job_name=SOLVE_CORPUS)])
         asked: dict[str, str] = json.loads(context.cursor or "{}")
         known = set(context.instance.get_dynamic_partitions(cc_snapshot.name or ""))
         outdated = {name: part for name, part in outdated_masks(store, settings).items() if name in known}
@@ -67,7 +69,7 @@ def build_new_embeddings(settings: Settings) -> dg.SensorDefinition:
         chosen = dict(sorted(new.items())[:_MAX_REQUESTS])
         return dg.SensorResult(
             run_requests=[
-                dg.RunRequest(run_key=f"{name}:{part}", job_name=select.name, partition_key=name)
+                dg.RunRequest(run_key=f"{name}:{part}", job_name=SELECT, partition_key=name)
                 for name, part in chosen.items()
             ],
             cursor=json.dumps(asked | chosen, sort_keys=True),

@@ -7,13 +7,15 @@ assets are missing, `fit_global` goes first, once, and not while shards are land
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from dagster_datamask import doctor
-from dagster_datamask.jobs import embed, fit_global, full
+from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
@@ -32,18 +34,18 @@ _QUIET_SECONDS = 45.0
 _LONGEST_WAIT_SECONDS = 3600.0
 
 
-def build_new_shards(settings: Settings) -> dg.SensorDefinition:
+def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]) -> dg.SensorDefinition:
     """The sensor for these settings."""
     global_settings = settings.hash({key for name in FITTED for key in STAGES[name].reads})
     # a corpus is chosen from once its snapshots are embedded: `new_embeddings` goes on from there
-    job = embed if settings.select.scope == "corpus" else full
+    job = EMBED if settings.select.scope == "corpus" else FULL
 
     @dg.sensor(
         name="new_shards",
-        jobs=[job, fit_global],
+        jobs=[jobs[job], jobs[FIT_GLOBAL]],
         minimum_interval_seconds=30,
         default_status=dg.DefaultSensorStatus.STOPPED,
-        description=f"Adds a partition for each new snapshot and runs the job {job.name} when shards have landed or "
+        description=f"Adds a partition for each new snapshot and runs the job {job} when shards have landed or "
         "changed.",
     )
     def new_shards(context: dg.SensorEvaluationContext, storage: StorageResource) -> dg.SensorResult | dg.SkipReason:
@@ -87,13 +89,13 @@ def build_new_shards(settings: Settings) -> dg.SensorDefinition:
         requests = [
             dg.RunRequest(
                 run_key=cursor.see(snapshot, fingerprint),
-                job_name=job.name,
+                job_name=job,
                 partition_key=snapshot,
                 tags={"datamask/listing": fingerprint},
             )
             for snapshot, fingerprint in quiet.items()
         ]
-        if job is embed:
+        if job == EMBED:
             context.log.info(
                 "once these are embedded, solve_corpus and then select are next: the sensor new_embeddings"
             )
@@ -198,14 +200,14 @@ def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str
     if under_way:
         return f"waiting for fit_global (run {under_way}): {why}"
     runs = context.instance.get_runs(
-        filters=dg.RunsFilter(job_name=fit_global.name, tags={"datamask/settings": settings_hash}), limit=1
+        filters=dg.RunsFilter(job_name=FIT_GLOBAL, tags={"datamask/settings": settings_hash}), limit=1
     )
     if runs and runs[0].is_failure:
         return f"fit_global failed (run {runs[0].run_id}); mend its cause and run the job fit_global again: {why}"
     context.log.info(f"fit_global goes first: {why}")
     # a finished run of these settings that left something unfitted means that the files were removed since
     key = f"fit_global:{settings_hash}" + (f":after:{runs[0].run_id[:8]}" if runs else "")
-    return dg.RunRequest(run_key=key, job_name=fit_global.name, tags={"datamask/settings": settings_hash})
+    return dg.RunRequest(run_key=key, job_name=FIT_GLOBAL, tags={"datamask/settings": settings_hash})
 
 
 def _named(snapshots: list[str]) -> str:

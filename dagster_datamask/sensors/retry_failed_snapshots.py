@@ -7,14 +7,16 @@ are a person's to look at; the tick says which.
 """
 
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import dagster as dg
+from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
-from dagster_datamask.jobs import full
+from dagster_datamask.jobs import FULL, of_a_snapshot
 from dagster_datamask.sensors.runs import failure, unfinished
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.settings import Settings
 
 _MAX_REQUESTS = 25
 _MAX_TRIES = 3
@@ -28,38 +30,45 @@ _PARTITION = "dagster/partition"
 _TRY = "datamask/retry"
 # Dagster's own mark of a lost run that it starts anew by itself
 _WILL_RETRY = "dagster/will_retry"
-_SNAPSHOT_ASSETS = frozenset(dg.AssetKey(name) for name, stage in STAGES.items() if stage.partitioned)
 
 
-@dg.sensor(
-    name="retry_failed_snapshots",
-    jobs=[full],
-    minimum_interval_seconds=60,
-    # nothing here starts work that nobody asked for: who turns new_shards on decides about this one, too
-    default_status=dg.DefaultSensorStatus.STOPPED,
-    description="Tries a snapshot again, from what failed and at most three times, where its last run's failure may "
-    "pass; names those whose failure will not.",
-)
-def retry_failed_snapshots(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-    requests: list[dg.RunRequest] = []
-    left: list[str] = []
-    for snapshot in _failed(context.instance):
-        record = context.instance.get_run_records(dg.RunsFilter(tags={_PARTITION: snapshot}), limit=1)[0]
-        what = _next_step(context.instance, snapshot, record)
-        if isinstance(what, dg.RunRequest):
-            requests.append(what)
-        elif what:
-            left.append(what)
-        if len(requests) == _MAX_REQUESTS:
-            break
-    message = "; ".join(left[:_NAMED]) + (f"; and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
-    if not requests:
-        return dg.SkipReason(message or "no snapshot's last run failed in the last week")
-    if message:
-        context.log.warning(message)
-    for request in requests:
-        context.log.info(f"{request.partition_key}: try {request.tags[_TRY]} of {_MAX_TRIES}")
-    return dg.SensorResult(run_requests=requests)
+def build_retry_failed_snapshots(
+    settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]
+) -> dg.SensorDefinition:
+    """The sensor for these settings: it tries what the job `full` makes."""
+    assets = frozenset(dg.AssetKey(name) for name in of_a_snapshot(settings))
+
+    @dg.sensor(
+        name="retry_failed_snapshots",
+        jobs=[jobs[FULL]],
+        minimum_interval_seconds=60,
+        # nothing here starts work that nobody asked for: who turns new_shards on decides about this one, too
+        default_status=dg.DefaultSensorStatus.STOPPED,
+        description="Tries a snapshot again, from what failed and at most three times, where its last run's failure "
+        "may pass; names those whose failure will not.",
+    )
+    def retry_failed_snapshots(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
+        requests: list[dg.RunRequest] = []
+        left: list[str] = []
+        for snapshot in _failed(context.instance):
+            record = context.instance.get_run_records(dg.RunsFilter(tags={_PARTITION: snapshot}), limit=1)[0]
+            what = _next_step(context.instance, snapshot, record, assets)
+            if isinstance(what, dg.RunRequest):
+                requests.append(what)
+            elif what:
+                left.append(what)
+            if len(requests) == _MAX_REQUESTS:
+                break
+        message = "; ".join(left[:_NAMED]) + (f"; and {len(left) - _NAMED} more" if len(left) > _NAMED else "")
+        if not requests:
+            return dg.SkipReason(message or "no snapshot's last run failed in the last week")
+        if message:
+            context.log.warning(message)
+        for request in requests:
+            context.log.info(f"{request.partition_key}: try {request.tags[_TRY]} of {_MAX_TRIES}")
+        return dg.SensorResult(run_requests=requests)
+
+    return retry_failed_snapshots
 
 
 def _failed(instance: dg.DagsterInstance) -> list[str]:
@@ -71,13 +80,15 @@ def _failed(instance: dg.DagsterInstance) -> list[str]:
     return list(dict.fromkeys(run.tags[_PARTITION] for run in reversed(runs) if _PARTITION in run.tags))
 
 
-def _next_step(instance: dg.DagsterInstance, snapshot: str, record: dg.RunRecord) -> dg.RunRequest | str:
+def _next_step(
+    instance: dg.DagsterInstance, snapshot: str, record: dg.RunRecord, assets: frozenset[dg.AssetKey]
+) -> dg.RunRequest | str:
     """The retry of a snapshot's last run, or why there is none; "" where nothing has to be said."""
     run = record.dagster_run
     if run.status is not dg.DagsterRunStatus.FAILURE or run.tags.get(_WILL_RETRY) == "true":
         return ""
     missing = unfinished(instance, run.run_id)
-    if not missing or not set(missing) <= _SNAPSHOT_ASSETS:
+    if not missing or not set(missing) <= assets:
         return ""
     why = failure(instance, run.run_id)
     if not why.transient:
@@ -90,7 +101,7 @@ def _next_step(instance: dg.DagsterInstance, snapshot: str, record: dg.RunRecord
         return f"{snapshot} waits until {datetime.fromtimestamp(ready, UTC):%H:%M:%S} UTC: {why.told}"
     return dg.RunRequest(
         run_key=f"{snapshot}:retry:{run.run_id}",
-        job_name=full.name,
+        job_name=FULL,
         partition_key=snapshot,
         asset_selection=missing,
         run_config=_config_of(run, missing),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import dagster as dg
 
 from dagster_datamask.failures import KIND, PERMANENT, TRANSIENT
-from dagster_datamask.jobs import fit_global
+from dagster_datamask.jobs import FIT_GLOBAL
 from dagster_datamask.stages.base import FITTED
 
 _FINISHED = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
@@ -27,7 +27,7 @@ def fit_under_way(instance: dg.DagsterInstance) -> str | None:
     """The run that fits global assets now, by whatever job it was launched; None where none does."""
     fitted = {dg.AssetKey(name) for name in FITTED}
     for run in instance.get_runs(dg.RunsFilter(statuses=UNDER_WAY)):
-        if run.job_name == fit_global.name or fitted & set(run.asset_selection or ()):
+        if run.job_name == FIT_GLOBAL or fitted & set(run.asset_selection or ()):
             return run.run_id
     return None
 

@@ -5,7 +5,7 @@ the Launchpad's fields and the manifest's settings check all come from it, so th
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -341,6 +341,18 @@ STAGES: dict[str, Stage] = {
         ),
     )
 }
+
+
+def lineage(names: Iterable[str], settings: Settings) -> list[str]:
+    """`names` and all that they are made from under these settings, in the table's order."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += STAGES[name].needs(settings)
+    return [name for name in STAGES if name in found]
 
 
 # what the job fit_global fits once and freezes

@@ -28,7 +28,7 @@ from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.classifiers import open_scorer, precision
-from dagster_datamask.stages.scores import integer_histogram
+from dagster_datamask.stages.quality import integer_histogram
 
 SAMPLE_FILE = "sample.parquet"
 CENTROIDS_FILE = "centroids.arrow"

@@ -26,7 +26,8 @@ from dagster_datamask.stages.base import FITTED, STAGES, Check, Outcome, Run, fi
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
-from dagster_datamask.stages.scores import QUALITY_BINS, SIDE_ROWS, integer_histogram
+from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
+from dagster_datamask.stages.scores import SIDE_ROWS
 
 STRATEGY = "datamask"
 SIDECAR = "manifest.json"

@@ -30,7 +30,7 @@ from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.candidates import domain
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
-from dagster_datamask.stages.scores import QUALITY_BINS, integer_histogram
+from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 
 SAMPLE = 2000
 # hosts that are kept of a snapshot, so that the largest of the corpus are among them

@@ -8,6 +8,7 @@ import dagster as dg
 import pytest
 
 from dagster_datamask.definitions import build_definitions
+from dagster_datamask.jobs import build_jobs
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_embeddings import build_new_embeddings
@@ -29,7 +30,9 @@ class Daemon:
         """(job, snapshot) of the requests that become runs, or why the tick was skipped."""
         context = dg.build_sensor_context(instance=self.instance, cursor=self.cursor)
         settings = self.project.settings
-        result = build_new_embeddings(settings)(context, storage=StorageResource.from_settings(settings))
+        result = build_new_embeddings(settings, build_jobs(settings))(
+            context, storage=StorageResource.from_settings(settings)
+        )
         if isinstance(result, dg.SkipReason):
             return result.skip_message or ""
         self.cursor = result.cursor or self.cursor

@@ -13,6 +13,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from dagster_datamask.definitions import build_definitions
+from dagster_datamask.jobs import build_jobs
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors import new_shards
@@ -52,7 +53,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, instance: dg.DagsterInstance, clock: Clock) -> None:
         self.clock = clock
-        self.sensor = build_new_shards(settings)
+        self.sensor = build_new_shards(settings, build_jobs(settings))
         self.settings = settings
         self.instance = instance
         self.cursor: str | None = None

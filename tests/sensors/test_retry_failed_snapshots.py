@@ -1,5 +1,6 @@
 """retry_failed_snapshots against real failed runs: what is asked for, once, how often, and what is left alone."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,14 +11,15 @@ import pytest
 
 from dagster_datamask.assets import base
 from dagster_datamask.definitions import build_definitions
+from dagster_datamask.jobs import build_jobs, of_a_snapshot
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.sensors import retry_failed_snapshots as module
-from dagster_datamask.sensors.retry_failed_snapshots import retry_failed_snapshots
-from dagster_datamask.settings import Settings
+from dagster_datamask.sensors.retry_failed_snapshots import build_retry_failed_snapshots
+from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.stages import scores
 from tests.project import settings_for, write_shard
 
-FULL = [name for name in base.STAGES if base.STAGES[name].partitioned]
+FULL = of_a_snapshot(load_settings(os.devnull, env={}))
 FOLLOWING = set(FULL) - {"raw_shards", "dclm_scores", "edu_scores"}
 SNAPSHOT, OTHER = "CC-A", "CC-B"
 
@@ -43,6 +45,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
         self.definitions = build_definitions(settings)
+        self.sensor = build_retry_failed_snapshots(settings, build_jobs(settings))
         self.instance = instance
         self.instance.add_dynamic_partitions(cc_snapshot.name or "", [SNAPSHOT, OTHER])
         self.run_keys: set[str | None] = set()
@@ -54,7 +57,7 @@ class Daemon:
         return result.dagster_run
 
     def tick(self) -> list[dg.RunRequest] | str:
-        result = retry_failed_snapshots(dg.build_sensor_context(instance=self.instance))
+        result = self.sensor(dg.build_sensor_context(instance=self.instance))
         if isinstance(result, dg.SkipReason):
             return result.skip_message or ""
         new = [request for request in result.run_requests if request.run_key not in self.run_keys]

@@ -1,0 +1,205 @@
+"""quality_scores and pruned_documents: the scores as one quality, and what survives.
+
+Quality joins the scorers' side files by doc_id; pruning cuts the snapshot at an exact rank. The scores themselves are
+`scores`'s.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dagster_datamask.reporting.figures import quality_histogram
+from dagster_datamask.scoring.quality import PARTS, combine
+from dagster_datamask.shards.cursor import Cursor, read_batches
+from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.generations import total_counts
+from dagster_datamask.shards.order import Cut, cut, descending, tie_hash
+from dagster_datamask.shards.schemas import PRUNED, SCORES
+from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.scores import SIDE_ROWS
+
+QUALITY_BINS = 16
+_KEYS = np.dtype([("value", "<u8"), ("tie", "<u8")])
+
+
+def quality_scores(run: Run, snapshot: str) -> Outcome:
+    """Publish the 0..15 quality of every row; null with the scorer's reason where a part is missing."""
+    stage = STAGES["quality_scores"]
+    inputs = run.inputs(stage, snapshot)
+    raw = inputs["raw_shards"]
+    weights = run.settings.score.weights
+
+    def kernel(batch: tuple[pa.Array, dict[str, pa.Table]]) -> tuple[pa.Table, int, Counts]:
+        ids, parts = batch
+        quality, reasons = combine(
+            *(parts[part]["score"].to_numpy() for part in PARTS),
+            reasons={part: parts[part]["reason"].to_pylist() for part in PARTS},
+            weights=(weights[0], weights[1], weights[2]),
+        )
+        table = pa.table(
+            {"doc_id": ids, "score": pa.array(quality, from_pandas=True), "reason": reasons}, schema=SCORES
+        )
+        return table, len(ids), Counter("unscored" if reason else "scored" for reason in reasons)
+
+    def read(shard: str) -> Iterator[tuple[pa.Array, dict[str, pa.Table]]]:
+        cursors = {part: Cursor(inputs[f"{part}_scores"].path(shard), None, SIDE_ROWS) for part in PARTS}
+        for table in read_batches(raw.path(shard), ["doc_id"], SIDE_ROWS):
+            ids = table["doc_id"].combine_chunks()
+            yield ids, {part: cursor.take_all(ids) for part, cursor in cursors.items()}
+        for cursor in cursors.values():
+            cursor.end()
+
+    with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
+        records = map_shards(
+            generation,
+            raw.shards,
+            read,
+            lambda: kernel,
+            SCORES,
+            ext=".parquet",
+            total_rows=raw.rows,
+            progress=run.progress(stage, snapshot),
+        )
+        histogram = np.zeros(QUALITY_BINS, dtype=np.int64)
+        total = 0.0
+        for shard in raw.shards:
+            for batch in read_batches(generation.folder / f"{shard}.parquet", ["score"], SIDE_ROWS):
+                values = batch["score"].drop_null().to_numpy()
+                histogram += integer_histogram(values)
+                total += float(values.sum())
+        scored = int(histogram.sum())
+        return finish(
+            generation,
+            records,
+            ".parquet",
+            facts={"mean": total / scored if scored else None, "histogram": histogram.tolist()},
+            expected_rows=raw.rows,
+            figures=lambda published: {
+                "quality by integer score": quality_histogram(histogram.tolist(), f"Quality of {snapshot}")
+            },
+        )
+
+
+def integer_histogram(quality: np.ndarray) -> np.ndarray:
+    """int64[16]: documents by rounded quality 0..15 (halves to even), the paper's Table 7."""
+    return np.bincount(np.rint(quality).astype(np.int64), minlength=QUALITY_BINS)
+
+
+def pruned_documents(run: Run, snapshot: str) -> Outcome:
+    """Publish every row's decision so far: null where it survives, else duplicate, bad_row, unscored or pruned.
+
+    Of the n rows with a quality that are no duplicates, ⌊ratio·n + ½⌋ are pruned, lowest quality first, ties by the
+    stable hash of the id; with prune.threshold = frozen, those below quality_calibration's threshold.
+    """
+    stage = STAGES["pruned_documents"]
+    prune = run.settings.prune
+    frozen = prune.threshold == "frozen"
+    inputs = run.inputs(stage, snapshot, stage.inputs if frozen else ("raw_shards", "quality_scores"))
+    raw, quality = inputs["raw_shards"], inputs["quality_scores"]
+    keys = fingerprints(inputs)
+    with run.generation(stage, snapshot, keys) as generation:
+
+        def read(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
+            cursor = Cursor(quality.path(shard), None, SIDE_ROWS)
+            for table in read_batches(raw.path(shard), None, SIDE_ROWS):
+                yield table, cursor.take_all(table["doc_id"].combine_chunks())
+            cursor.end()
+
+        def kernel() -> _Prune:
+            if frozen:
+                return _Prune(None, inputs["quality_calibration"].facts["prune_threshold"])
+            spill = generation.work / "keys.bin"
+            n = _spill_keys(spill, (pair for shard in raw.shards for pair in read(shard)))
+            keep = n - int(np.floor(prune.ratio * n + 0.5))
+            return _Prune(cut(lambda: _spilled(spill), keep), None)
+
+        records = map_shards(
+            generation,
+            raw.shards,
+            read,
+            kernel,
+            PRUNED,
+            ext=".parquet",
+            total_rows=raw.rows,
+            progress=run.progress(stage, snapshot),
+        )
+        counts = Counter(total_counts(records))
+        lowest = min(
+            (low for shard in raw.shards for low in _lowest_survivors(generation.folder / f"{shard}.parquet")),
+            default=None,
+        )
+        facts = {
+            "n": counts["survives"] + counts["pruned"],
+            "survivors": counts["survives"],
+            "lowest_surviving_quality": lowest,
+            "threshold": prune.threshold,
+        }
+        return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows)
+
+
+class _Prune:
+    """The kernel: a row's decision by raw_shards first, then by its score."""
+
+    def __init__(self, rank: Cut | None, threshold: float | None) -> None:
+        self._rank = rank
+        self._threshold = threshold
+
+    def __call__(self, batch: tuple[pa.Table, pa.Table]) -> tuple[pa.Table, int, Counts]:
+        raw, quality = batch
+        values = quality["score"].to_numpy()
+        decisions = np.array(raw["decision"].to_pylist(), dtype=object)
+        reasons = np.array(raw["reason"].to_pylist(), dtype=object)
+        in_play = raw["decision"].is_null().to_numpy()
+        unscored = in_play & np.isnan(values)
+        decisions[unscored] = "unscored"
+        reasons[unscored] = np.array(quality["reason"].to_pylist(), dtype=object)[unscored]
+        scored = np.flatnonzero(in_play & ~unscored)
+        if self._rank is not None:
+            ties = tie_hash(raw["doc_id"].take(pa.array(scored)).to_pylist())
+            survives = self._rank.inside(descending(values[scored]), ties)
+        else:
+            survives = values[scored] >= self._threshold
+        decisions[scored[~survives]] = "pruned"
+        reasons[scored[~survives]] = "quality below the cut"
+        table = pa.table(
+            {
+                "doc_id": raw["doc_id"],
+                "quality": pa.array(values, from_pandas=True),
+                "decision": decisions.tolist(),
+                "reason": reasons.tolist(),
+            },
+            schema=PRUNED,
+        )
+        return table, len(table), Counter(decision or "survives" for decision in decisions)
+
+
+def _spill_keys(path: Path, pairs: Iterator[tuple[pa.Table, pa.Table]]) -> int:
+    n = 0
+    with path.open("wb") as file:
+        for raw, quality in pairs:
+            values = quality["score"].to_numpy()
+            inside = np.flatnonzero(raw["decision"].is_null().to_numpy() & ~np.isnan(values))
+            keys = np.empty(len(inside), dtype=_KEYS)
+            keys["value"] = descending(values[inside])
+            keys["tie"] = tie_hash(raw["doc_id"].take(pa.array(inside)).to_pylist())
+            file.write(keys.tobytes())
+            n += len(inside)
+    return n
+
+
+def _spilled(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    with path.open("rb") as file:
+        while block := file.read(_KEYS.itemsize * SIDE_ROWS):
+            keys = np.frombuffer(block, dtype=_KEYS)
+            yield keys["value"], keys["tie"]
+
+
+def _lowest_survivors(path: Path) -> Iterator[float]:
+    for batch in read_batches(path, ["quality", "decision"], SIDE_ROWS):
+        survived = batch["quality"].filter(batch["decision"].is_null())
+        if len(survived):
+            yield pc.min(survived).as_py()
