@@ -109,18 +109,18 @@ def test_one_cluster_is_the_whole() -> None:
 
 
 # singletons, clusters without documents, in front, between and behind
-LABELS = np.array([2] * 9 + [5] + [3] * 20 + [7] + [1] * 10)
+CLUSTER_OF = np.array([2] * 9 + [5] + [3] * 20 + [7] + [1] * 10)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 20, 40, 41])
 def test_clusters_are_chosen_from_one_by_one(rule: module.Rule, n: int) -> None:
     h, f, ids = pool(2, 41)
-    picks = select_in_clusters(h, f, LABELS, n, alpha=1.2, beta=0.9, ids=ids, rule=rule)
+    picks = select_in_clusters(h, f, CLUSTER_OF, n, alpha=1.2, beta=0.9, ids=ids, rule=rule)
     runs = {}
-    amounts = None if rule == "global" else budgets(f, LABELS, n, ids=ids, rule=rule)
+    amounts = None if rule == "global" else budgets(f, CLUSTER_OF, n, ids=ids, rule=rule)
     for k in range(8):
-        members = np.flatnonzero(LABELS == k)
+        members = np.flatnonzero(k == CLUSTER_OF)
         amount = members.size if amounts is None else amounts[k]
         rows, scores = naive(h[members], f[members], amount, 1.2, 0.9, [ids[i] for i in members])
         runs[k] = (members[rows].tolist(), scores)
@@ -198,16 +198,16 @@ def test_individual_takes_the_lowest() -> None:
 
 def test_individual_in_clusters_fills_each_amount() -> None:
     _, f, ids = pool(7, 41)
-    amounts = budgets(f, LABELS, 17, ids=ids, rule="proportional")
-    picks = individual_in_clusters(f, LABELS, amounts, ids=ids)
+    amounts = budgets(f, CLUSTER_OF, 17, ids=ids, rule="proportional")
+    picks = individual_in_clusters(f, CLUSTER_OF, amounts, ids=ids)
     assert picks.amounts(8).tolist() == amounts
     for k, amount in enumerate(amounts):
-        members = np.flatnonzero(LABELS == k)
+        members = np.flatnonzero(k == CLUSTER_OF)
         assert picks.rows[picks.clusters == k].tolist() == members[np.argsort(f[members])][:amount].tolist()
     # of sorted sequences the merge is the sorted whole
     assert np.all(np.diff(picks.scores) >= 0)
     with pytest.raises(ValueError, match="amount 2 is not between 0 and the 1 documents of cluster 5"):
-        individual_in_clusters(f, LABELS, [0, 0, 0, 0, 0, 2, 0, 0], ids=ids)
+        individual_in_clusters(f, CLUSTER_OF, [0, 0, 0, 0, 0, 2, 0, 0], ids=ids)
 
 
 def test_gumbel_draws_by_the_law() -> None:
