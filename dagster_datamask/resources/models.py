@@ -16,6 +16,7 @@ class ModelsResource(dg.ConfigurableResource):
     wiki_label: str
     ultra: str
     ultra_label: str
+    ultra_tokenizer: str
     edu: str
 
     @classmethod
