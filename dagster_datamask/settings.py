@@ -550,7 +550,7 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
 _PATHS = (
     *("source.url", "storage.root"),
     *("score.dclm_labels", "score.wiki_labels", "score.edu_labels", "score.ultra_labels"),
-    "baselines.gneissweb_categories",
+    *("clean.evaluation_sets", "baselines.gneissweb_categories"),
     *("group_mates.reference", "group_mates.held_out", "group_mates.checkpoint"),
 )
 _MODEL_PATHS = (
