@@ -14,7 +14,7 @@ from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.keyed import digest
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import Progress, every_seconds
-from dagster_datamask.shards.generations import Generation, Published, ShardRecord, Store, total_counts
+from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
 
 # Read by a stage, but identified by content: the fingerprint holds the revision of what the path or hub id names, so
@@ -29,6 +29,10 @@ _LOCATIONS = frozenset(
         "score.wiki_labels",
         "score.edu_labels",
         "export.tokenizer",
+        "group_mates.checkpoint",
+        "group_mates.tokenizer",
+        "group_mates.reference",
+        "group_mates.held_out",
     }
 )
 
@@ -45,6 +49,8 @@ class Stage:
     about: str
     partitioned: bool = True
     on_accelerator: bool = False
+    # of a Group-MATES stage, from 1; 0 for what belongs to none
+    number: int = 0
     # what is read under some settings alone
     optional: tuple[tuple[str, Callable[[Settings], bool]], ...] = ()
 
@@ -82,6 +88,7 @@ _SELECT = tuple(
         "split",
         "seed",
         "compare_steps",
+        "influence",
     )
 )
 
@@ -111,6 +118,123 @@ def candidate_inputs(settings: Settings) -> tuple[str, ...]:
         "e5_embeddings",
         *(("raw_shards",) if rows else ()),
         *(("kmeans_clusters",) if clusters else ()),
+        *(("influence_scores",) if settings.select.influence else ()),
+    )
+
+
+# the most stages that group_mates.stages may ask for
+MOST_STAGES = 4
+
+
+def _group_mates(*names: str) -> tuple[str, ...]:
+    return tuple(f"group_mates.{name}" for name in names)
+
+
+_LANGUAGE_MODEL = _group_mates(
+    *("checkpoint", "tokenizer", "vocabulary", "layers", "width", "heads", "context"),
+    *("warmup_steps", "batch", "lr", "schedule", "continue_steps", "stages", "seed"),
+)
+_REFERENCE = _group_mates("reference", "held_out", "reference_documents")
+_INFLUENCE_MODEL = (
+    *_group_mates("mode", "similarity", "bracket", "backbone", "influence_width", "epochs", "validation", "seed"),
+    *("models.encoder", "models.encoder_prefix", "embed.max_tokens", "embed.batch_tokens"),
+)
+_GROUP_SELECTION = (
+    *_group_mates("method", "budgets", "tau", "stages", "seed"),
+    *("select.budget", "select.scope", "select.split"),
+)
+
+
+def checkpoint_of(number: int) -> str:
+    """The asset that holds the language model which a Group-MATES stage probes."""
+    return "warmup_model" if number == 1 else f"stage_{number - 1}/continued_model"
+
+
+def _is_last(number: int) -> Callable[[Settings], bool]:
+    return lambda settings: settings.group_mates.stages == number
+
+
+def _weighed(number: int) -> Callable[[Settings], bool]:
+    """Where influence, as the last stage predicts it, is a term of the objective."""
+    return lambda settings: settings.select.influence > 0 and settings.group_mates.stages == number
+
+
+def _fine_tunes(settings: Settings) -> bool:
+    return settings.group_mates.backbone == "fine_tuned"
+
+
+def _group_mates_stage(number: int) -> tuple[Stage, ...]:
+    """What a Group-MATES stage is made of. Dagster knows no cycles, so each has its own assets; the checkpoint of one
+    is what the next probes."""
+    prefix = f"stage_{number}/"
+    return (
+        Stage(
+            f"{prefix}rollout_sets",
+            "1",
+            (
+                *_REFERENCE,
+                *_group_mates(
+                    *("probe_documents", "trajectories", "bootstrap_trajectories"),
+                    *("steps", "k", "probe_lr", "beta1"),
+                ),
+                *_INFLUENCE_MODEL,
+            ),
+            (checkpoint_of(number), "quality_calibration"),
+            "group_mates",
+            "Oracle influences: what single steps on probed documents, in rollouts, do to the reference loss.",
+            partitioned=False,
+            on_accelerator=True,
+            number=number,
+        ),
+        Stage(
+            f"{prefix}influence_model",
+            "1",
+            (*_INFLUENCE_MODEL, *_group_mates("clusters")),
+            (f"{prefix}rollout_sets",),
+            "group_mates",
+            "The relational influence model fitted to the rollouts, its card, and clusters in influence space.",
+            partitioned=False,
+            on_accelerator=True,
+            number=number,
+        ),
+        Stage(
+            f"{prefix}influence_scores",
+            "1",
+            (),
+            ("pruned_documents", "e5_embeddings", f"{prefix}influence_model"),
+            "group_mates",
+            "Predicted influence of each document that can be chosen, the lower the better, and its influence vector.",
+            on_accelerator=True,
+            number=number,
+            optional=(("raw_shards", _fine_tunes),),
+        ),
+        Stage(
+            f"{prefix}group_mates_selection",
+            "1",
+            _GROUP_SELECTION,
+            (
+                "pruned_documents",
+                "e5_embeddings",
+                f"{prefix}influence_model",
+                f"{prefix}influence_scores",
+                *(f"stage_{earlier}/group_mates_selection" for earlier in range(1, number)),
+            ),
+            "group_mates",
+            "The stage's part of the budget, chosen cluster by cluster from what earlier stages left.",
+            number=number,
+            optional=(("raw_shards", lambda settings: settings.select.in_tokens),),
+        ),
+        Stage(
+            f"{prefix}continued_model",
+            "1",
+            tuple(sorted({*_LANGUAGE_MODEL, *_REFERENCE, *_GROUP_SELECTION})),
+            (checkpoint_of(number),),
+            "group_mates",
+            "The language model's run continued on what this stage chose of all published snapshots.",
+            partitioned=False,
+            on_accelerator=True,
+            number=number,
+        ),
     )
 
 
@@ -242,6 +366,40 @@ STAGES: dict[str, Stage] = {
             "The nearest frozen centroid of each embedded document.",
         ),
         Stage(
+            "warmup_model",
+            "1",
+            (*_LANGUAGE_MODEL, *_group_mates("warmup_documents"), "score.calibration_snapshots"),
+            (),
+            "group_mates",
+            "The language model that is probed: trained on a keyed sample of the source, or a checkpoint given.",
+            partitioned=False,
+            on_accelerator=True,
+        ),
+        *(stage for number in range(1, MOST_STAGES + 1) for stage in _group_mates_stage(number)),
+        Stage(
+            "influence_scores",
+            "1",
+            _group_mates("stages"),
+            (),
+            "group_mates",
+            "Influence as the last stage predicts it, the lower the better: the joint objective's further term.",
+            optional=tuple(
+                (f"stage_{number}/influence_scores", _is_last(number)) for number in range(1, MOST_STAGES + 1)
+            ),
+        ),
+        Stage(
+            "group_mates_selection",
+            "1",
+            _group_mates("stages"),
+            ("pruned_documents",),
+            "group_mates",
+            "What all Group-MATES stages chose of the snapshot, as one mask.",
+            optional=tuple(
+                (f"stage_{number}/group_mates_selection", lambda settings, n=number: n <= settings.group_mates.stages)
+                for number in range(1, MOST_STAGES + 1)
+            ),
+        ),
+        Stage(
             "corpus_selection_state",
             "1",
             (
@@ -251,12 +409,16 @@ STAGES: dict[str, Stage] = {
                 "select.quota",
                 "select.scale",
                 "select.on_new_snapshot",
+                "select.influence",
             ),
             (),
             "selection",
             "The masks of all embedded snapshots, chosen as one pool, with what a later snapshot is chosen beside.",
             partitioned=False,
-            optional=(("quality_calibration", _reads_constants),),
+            optional=(
+                ("quality_calibration", _reads_constants),
+                *((f"stage_{n}/influence_model", _weighed(n)) for n in range(1, MOST_STAGES + 1)),
+            ),
         ),
         Stage(
             "datamask_masks",
@@ -270,6 +432,7 @@ STAGES: dict[str, Stage] = {
                 ("quality_calibration", _apart(_reads_constants)),
                 ("raw_shards", _apart(_reads_rows)),
                 ("kmeans_clusters", _apart(_reads_clusters)),
+                ("influence_scores", _apart(lambda settings: settings.select.influence > 0)),
                 ("corpus_selection_state", lambda settings: settings.select.scope == "corpus"),
             ),
         ),
@@ -343,6 +506,18 @@ STAGES: dict[str, Stage] = {
 }
 
 
+def active(settings: Settings) -> dict[str, Stage]:
+    """The stages that there are assets of: of Group-MATES no more than group_mates.stages."""
+    return {name: stage for name, stage in STAGES.items() if stage.number <= settings.group_mates.stages}
+
+
+def fitting_job(stage: Stage) -> str:
+    """The job that fits an unpartitioned asset which stages of a snapshot read."""
+    if stage.group != "group_mates":
+        return "fit_global"
+    return f"group_mates_{'continue' if stage.name.endswith('continued_model') else 'fit'}_{max(1, stage.number)}"
+
+
 def lineage(names: Iterable[str], settings: Settings) -> list[str]:
     """`names` and all that they are made from under these settings, in the table's order."""
     found: set[str] = set()
@@ -400,8 +575,7 @@ class Run:
         Raises NotPublished for what is missing and InconsistentFiles if two come from different ancestors.
         """
         found = {
-            name: self.store.current(name, snapshot if STAGES[name].partitioned else None)
-            for name in (stage.needs(self.settings) if names is None else names)
+            name: self.current(name, snapshot) for name in (stage.needs(self.settings) if names is None else names)
         }
         for published in found.values():
             for ancestor, fingerprint in published.inputs.items():
@@ -412,6 +586,20 @@ class Run:
                         f"published one; materialise {published.asset} again"
                     )
         return found
+
+    def current(self, name: str, snapshot: str | None) -> Published:
+        """The published generation of an asset, of the snapshot where it has partitions.
+
+        Raises NotPublished naming the job that makes it.
+        """
+        stage = STAGES[name]
+        published = self.store.published(name, snapshot if stage.partitioned else None)
+        if published is None and stage.group == "group_mates" and not stage.partitioned:
+            raise NotPublished(
+                f"{name} is not published under {self.store.root}; run the job {fitting_job(stage)} first, or "
+                "`datamask run`, which knows the order"
+            )
+        return published or self.store.current(name, snapshot if stage.partitioned else None)
 
     @contextmanager
     def generation(self, stage: Stage, snapshot: str | None, inputs: Mapping[str, str]) -> Iterator[Generation]:
