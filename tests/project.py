@@ -26,7 +26,7 @@ from dagster_datamask.stages import (
     scores,
     selection_report,
 )
-from dagster_datamask.stages.base import STAGES, Outcome, Run
+from dagster_datamask.stages.base import STAGES, Outcome, Run, lineage
 
 PROSE = (
     "the river carries cold water from the mountain to the valley because snow melts in spring",
@@ -168,6 +168,13 @@ class Project:
         return steps[name]()
 
 
-SNAPSHOT_STAGES = tuple(name for name, stage in STAGES.items() if stage.partitioned)
+# those that lead to a snapshot's documents with the settings as they come
+SNAPSHOT_STAGES = tuple(
+    name
+    for name in lineage(
+        ("kmeans_clusters", "fineweb_mask", "snapshot_report"), load_settings(os.devnull, ["profile=demo"], env={})
+    )
+    if STAGES[name].partitioned
+)
 
 __all__ = ["SNAPSHOT_STAGES", "Project", "settings_for", "text_of", "write_labels", "write_shard"]
