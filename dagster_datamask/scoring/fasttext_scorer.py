@@ -16,7 +16,7 @@ import numpy as np
 
 from dagster_datamask.scoring.base import ScoredBatch
 from dagster_datamask.scoring.models import content_revision
-from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, NORMALISERS, screen
+from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, normaliser_of, screen
 
 # the bytes at which fastText's own reader splits a line into words
 _TOKEN = re.compile("[^ \n\r\t\v\f\0]+")
@@ -29,7 +29,7 @@ class FastTextScorer:
 
     path: a `.bin` or `.ftz` file. positive_label: with or without `__label__`; ValueError naming the known
     labels if the model has no such label. normaliser: a key of NORMALISERS, the form that the model was
-    trained on.
+    trained on; tokenizer: the file that `ultra_fineweb` needs.
 
     A text none of whose words is in the dictionary has no score (`no_tokens`): fastText would still answer,
     from the end-of-line mark and hash collisions of unknown word pairs. In a model with character n-grams
@@ -37,11 +37,13 @@ class FastTextScorer:
     published scores have it: a free-standing `</s>` in a text ends it.
     """
 
-    def __init__(self, path: Path, positive_label: str, normaliser: str = "dclm") -> None:
+    def __init__(
+        self, path: Path, positive_label: str, normaliser: str = "dclm", tokenizer: Path | None = None
+    ) -> None:
         self.path = Path(path)
-        if normaliser not in NORMALISERS:
-            raise ValueError(f"normaliser {normaliser!r} is none of: {', '.join(sorted(NORMALISERS))}")
         self.normaliser = normaliser
+        self._tokenizer = tokenizer
+        self._normalise = normaliser_of(normaliser, tokenizer)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such fastText model; expected a .bin or .ftz file")
         _check_complete(self.path)
@@ -67,13 +69,12 @@ class FastTextScorer:
     def score(self, texts: Sequence[str | None]) -> ScoredBatch:
         """float64[n] probabilities in [0, 1]; reasons `null_text`, `no_tokens`, `non_finite`."""
         clean, reasons, notes = screen(texts)
-        normalise = NORMALISERS[self.normaliser]
         lines: list[str] = []
         rows: list[int] = []
         for row, text in enumerate(clean):
             if reasons[row] is not None:
                 continue
-            line = normalise(text)
+            line = self._normalise(text)
             if self._has_known_token(line):
                 lines.append(line)
                 rows.append(row)
@@ -115,6 +116,7 @@ class FastTextScorer:
             "positive_label": self.positive_label,
             "labels": sorted(self.labels),
             "normaliser": self.normaliser,
+            **({"tokenizer": content_revision(self._tokenizer)} if self._tokenizer else {}),
             "dimension": self._model.get_dimension(),
             "word_ngrams": self._args.wordNgrams,
             "quantised": self._model.is_quantized(),

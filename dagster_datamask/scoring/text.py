@@ -5,10 +5,15 @@ prefixes and truncation (`encoders`), which are the model's own, and any filteri
 """
 
 import re
+import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 
 import pyarrow as pa
+from tokenizers import Tokenizer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -64,7 +69,81 @@ def join_lines(text: str) -> str:
     return " ".join(text.strip().splitlines())
 
 
-NORMALISERS: dict[str, Callable[[str], str]] = {"dclm": join_lines}
+class UltraFineWeb:
+    """Ultra-FineWeb's canonical form, one line (OpenBMB's released inference code, Wang et al. 2025).
+
+    Three and more newlines become two; lower case; NFKD without its non-spacing marks; the tokens' texts joined by
+    spaces; newline, carriage return and tab as their two-character escapes; runs of spaces one space, ends stripped.
+    A token that holds a part of a character reads as U+FFFD, as it does there.
+
+    tokenizer: the `tokenizer.json` of the model's training, DeepSeek-V2's in the release; ValueError naming the file
+    where it is none.
+    """
+
+    def __init__(self, tokenizer: Path) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        # the library raises no narrower class
+        except Exception as error:
+            raise ValueError(
+                f"{tokenizer}: not a tokenizer.json ({error}); give models.ultra_tokenizer one that the tokenizers "
+                "library reads"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._words: dict[int, str] = {}
+
+    def __call__(self, text: str) -> str:
+        text = unicodedata.normalize("NFKD", _MANY_NEWLINES.sub("\n\n", text).lower())
+        if not text.isascii():
+            text = text.translate(_marks())
+        line = " ".join(map(self._word, self._tokenizer.encode(text, add_special_tokens=False).ids))
+        return _SPACES.sub(" ", line.translate(_ESCAPES)).strip()
+
+    def _word(self, token: int) -> str:
+        word = self._words.get(token)
+        if word is None:
+            word = self._words[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return word
+
+
+_MANY_NEWLINES = re.compile("\n{3,}")
+_SPACES = re.compile(" +")
+_ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})
+
+
+@cache
+def _marks() -> dict[int, None]:
+    """Every non-spacing mark, for `str.translate` to drop."""
+    return {code: None for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == "Mn"}
+
+
+NORMALISERS = ("dclm", "ultra_fineweb")
+
+
+def normaliser_of(name: str, tokenizer: Path | None = None) -> Callable[[str], str]:
+    """The canonical form `name`, a key of NORMALISERS, of a text; `ultra_fineweb` needs its tokenizer's file.
+
+    Raises ValueError for another name, and for a tokenizer that is missing or none.
+    """
+    if name == "dclm":
+        return join_lines
+    if name != "ultra_fineweb":
+        raise ValueError(f"normaliser {name!r} is none of: {', '.join(NORMALISERS)}")
+    if tokenizer is None:
+        raise ValueError("normaliser 'ultra_fineweb' needs the model's tokenizer.json; set models.ultra_tokenizer")
+    return UltraFineWeb(tokenizer)
+
+
+def _encodes(text: str) -> bool:
+    """Whether a text has a UTF-8 form, faster than a search for the surrogates that deny it one."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def screen(texts: Sequence[str | None]) -> tuple[list[str], list[str | None], Counter[str]]:
@@ -84,7 +163,7 @@ def screen(texts: Sequence[str | None]) -> tuple[list[str], list[str | None], Co
             continue
         if not isinstance(text, str):
             raise TypeError(f"row {row}: a text must be a string or null, not {type(text).__name__}; use decode_column")
-        if _SURROGATE.search(text):
+        if not _encodes(text):
             text = replace_surrogates(text)
             notes[SURROGATES] += 1
         blank = not text or text.isspace()

@@ -2,11 +2,12 @@
 
 Here belong: reading labels, the fastText recipe of DCLM (Li et al. 2024), linear heads on frozen embeddings
 as FineWeb-Edu trains its own (Penedo et al. 2024), their reports. Not here: scoring (`fasttext_scorer`,
-`regression`).
+`regression`), the model card (`card`).
 """
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +21,8 @@ import pyarrow.parquet as pq
 
 from dagster_datamask.keyed import hash64
 from dagster_datamask.scoring.fasttext_scorer import LABEL_PREFIX, FastTextScorer
-from dagster_datamask.scoring.regression import SCALE_MAX, Head
-from dagster_datamask.scoring.text import decode_column, join_lines, screen
+from dagster_datamask.scoring.regression import SCALE_MAX, Head, int_score
+from dagster_datamask.scoring.text import decode_column, normaliser_of, screen
 
 Label = bool | int | float | str
 
@@ -62,8 +63,10 @@ class TrainingReport:
     positive (0.5 for a probability, 2.5 for a logistic head's 5·p, Edu's 3 for a ridge head, whose rows are
     positive from label 3 on); confusion counts held-out rows as [[true neg., false pos.], [false neg., true
     pos.]] at it. auc, precision, recall: None where the held-out rows lack a class or nothing is predicted
-    positive. spearman, rmse: ridge heads only. n_without_text: rows left out because their text is null or
-    blank. settings: what the fit used.
+    positive. calibration_error: mean distance of a bin's mean prediction from its mean label, weighted by its
+    rows (Naeini et al. 2015), on the prediction's own scale. spearman, rmse: ridge heads only. labels: all rows
+    with text by their label, rounded for a ridge head. n_without_text: rows left out because their text is null
+    or blank. settings: what the fit used.
     """
 
     kind: str
@@ -75,10 +78,12 @@ class TrainingReport:
     precision: float | None
     recall: float | None
     auc: float | None
+    calibration_error: float | None
     spearman: float | None
     rmse: float | None
     confusion: list[list[int]]
     calibration: list[CalibrationBin]
+    labels: dict[str, int]
     settings: dict[str, float | int | str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,12 +130,14 @@ def train_fasttext(
     negative_label: str = "cc",
     seed: int,
     dim: int = DIMENSION,
+    normaliser: str = "dclm",
+    tokenizer: Path | None = None,
 ) -> TrainingReport:
     """Train a two-label fastText classifier into `out` (`.bin`, or `.ftz` to quantise it to about 1 % of the
     size).
 
-    labels: true/false, 1/0, or the two label names, with or without `__label__`. The recipe is DCLM's: texts
-    as one line (`join_lines`), bigrams, learning rate 0.1, 100 dimensions, 5 epochs, minimum count 1; below
+    labels: true/false, 1/0, or the two label names, with or without `__label__`. normaliser, tokenizer: the form
+    of the texts, as in FastTextScorer. The recipe is DCLM's: texts as one line, bigrams, learning rate 0.1, 100 dimensions, 5 epochs, minimum count 1; below
     20,000 texts more epochs, at most 100, and no more hash buckets than the texts have tokens (next power of
     two). One thread, lines in a keyed order: the file's bytes depend on the rows and the seed alone, not on
     the rows' order. The file is written beside and renamed.
@@ -147,9 +154,10 @@ def train_fasttext(
     held_out = _held_out(usable, seed)
     _require_both(positive, held_out)
 
+    normalise = normaliser_of(normaliser, tokenizer)
     # label marks inside a text would be taken as its label; when scoring, fastText ignores them
     lines = [
-        " ".join(token for token in join_lines(text).split() if not token.startswith(LABEL_PREFIX)) for text in usable
+        " ".join(token for token in normalise(text).split() if not token.startswith(LABEL_PREFIX)) for text in usable
     ]
     train = np.flatnonzero(~held_out)
     keys = hash64((lines[i] for i in train), seed, "fasttext-order")
@@ -180,7 +188,7 @@ def train_fasttext(
             model.quantize(qnorm=True, thread=1, verbose=0)
         model.save_model(str(part))
         held = np.flatnonzero(held_out)
-        scored = FastTextScorer(part, positive_label).score([usable[i] for i in held])
+        scored = FastTextScorer(part, positive_label, normaliser, tokenizer).score([usable[i] for i in held])
         part.replace(out)
     # a held-out text of unknown words alone has no score; as a prediction it is "not positive"
     predicted = np.where(np.isnan(scored.scores), 0.0, scored.scores)
@@ -194,9 +202,11 @@ def train_fasttext(
         threshold=0.5,
         label_cut=0.5,
         scale=1.0,
+        labels={positive_label: int(positive.sum()), negative_label: int((~positive).sum())},
         settings={
             "positive_label": positive_label,
             "negative_label": negative_label,
+            "normaliser": normaliser,
             "learning_rate": LEARNING_RATE,
             "dimension": dim,
             "epochs": epochs,
@@ -267,6 +277,7 @@ def train_embedding_head(
         threshold=SCALE_MAX / 2 if binary else EDU_CUT,
         label_cut=SCALE_MAX / 2 if binary else EDU_CUT,
         scale=SCALE_MAX,
+        labels=dict(sorted(Counter(str(int_score(target)) for target in wanted).items())),
         settings={**settings, "dimension": int(vectors.shape[1]), "encoder": encoder},
     )
     return head, report
@@ -352,6 +363,7 @@ def _report(
     threshold: float,
     label_cut: float,
     scale: float,
+    labels: dict[str, int],
     settings: dict[str, float | int | str],
 ) -> TrainingReport:
     from scipy.stats import spearmanr
@@ -379,6 +391,7 @@ def _report(
                 float(observed[inside].mean()) if inside.any() else None,
             )
         )
+    apart = [b.n * abs(b.mean_predicted - b.mean_observed) for b in calibration if b.mean_predicted is not None]
     return TrainingReport(
         kind=kind,
         n_train=n_train,
@@ -389,9 +402,11 @@ def _report(
         precision=true_pos / (true_pos + false_pos) if true_pos + false_pos else None,
         recall=true_pos / (true_pos + false_neg) if true_pos + false_neg else None,
         auc=float(roc_auc_score(truth, predicted)) if truth.any() and not truth.all() else None,
+        calibration_error=sum(apart) / len(observed) if len(observed) else None,
         spearman=float(spearmanr(predicted, observed).statistic) if regression and varied else None,
         rmse=float(np.sqrt(np.mean((predicted - observed) ** 2))) if regression and len(observed) else None,
         confusion=confusion,
         calibration=calibration,
+        labels=labels,
         settings=settings,
     )
