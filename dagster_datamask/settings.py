@@ -555,7 +555,7 @@ _PATHS = (
 )
 _MODEL_PATHS = (
     *("models.encoder", "models.dclm", "models.wiki", "models.edu", "models.ultra", "models.ultra_tokenizer"),
-    "group_mates.tokenizer",
+    *("source.tokenizer", "group_mates.tokenizer"),
 )
 
 

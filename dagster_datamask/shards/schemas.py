@@ -28,11 +28,33 @@ RAW = pa.schema(
     ]
 )
 SCORES = pa.schema([("doc_id", pa.string()), ("score", pa.float64()), ("reason", pa.string())])
+# one row a document: its text's hash, null where raw_shards decided of it already, and the document kept instead of it
+TEXT_DUPLICATES = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("text_hash", pa.binary(16)),
+        ("kept_id", pa.string()),
+        ("kept_snapshot", pa.string()),
+    ]
+)
+# one row a contaminated document: its first match, as characters of its text and as words
+CONTAMINATED = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("evaluation_set", pa.string()),
+        ("item", pa.int64()),
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("words", pa.string()),
+    ]
+)
+# stage: the asset that decided
 PRUNED = pa.schema(
     [
         ("doc_id", pa.string()),
         ("quality", pa.float64()),
         ("decision", pa.string()),
+        ("stage", pa.string()),
         ("reason", pa.string()),
     ]
 )

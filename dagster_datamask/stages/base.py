@@ -12,7 +12,7 @@ from typing import Any
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.keyed import digest
-from dagster_datamask.settings import Settings
+from dagster_datamask.settings import STRATEGIES, Settings
 from dagster_datamask.shards.engine import Progress, every_seconds
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
@@ -105,6 +105,11 @@ def _reads_clusters(settings: Settings) -> bool:
     return settings.select.quota == "cluster"
 
 
+def removes_near_duplicates(settings: Settings) -> bool:
+    """Whether what near_duplicates finds is not to be chosen."""
+    return settings.clean.near_duplicates == "remove"
+
+
 def _apart(wanted: Callable[[Settings], bool]) -> Callable[[Settings], bool]:
     """Where each snapshot is chosen from apart from the others."""
     return lambda settings: settings.select.scope != "corpus" and wanted(settings)
@@ -119,6 +124,50 @@ def candidate_inputs(settings: Settings) -> tuple[str, ...]:
         *(("raw_shards",) if rows else ()),
         *(("kmeans_clusters",) if clusters else ()),
         *(("influence_scores",) if settings.select.influence else ()),
+        *(("near_duplicates",) if removes_near_duplicates(settings) else ()),
+    )
+
+
+# {select.strategy: the asset whose mask the manifest keeps}; a baseline's is of its own name
+_MASK_OF = {name: name for name in STRATEGIES} | {
+    "datamask": "datamask_masks",
+    "joint": "datamask_masks",
+    "group_mates": "group_mates_selection",
+}
+
+
+def mask_of(settings: Settings) -> str:
+    """The asset whose mask the manifest keeps under these settings."""
+    return _MASK_OF[settings.select.strategy]
+
+
+def _kept_by(mask: str) -> Callable[[Settings], bool]:
+    return lambda settings: mask_of(settings) == mask
+
+
+# every mask that a manifest can keep, of which it reads one
+_MASK = tuple((mask, _kept_by(mask)) for mask in dict.fromkeys(_MASK_OF.values()))
+
+
+def _mask_without_near_duplicates(settings: Settings) -> bool:
+    return "near_duplicates" in STAGES[mask_of(settings)].needs(settings)
+
+
+def _baseline(
+    name: str, about: str, inputs: tuple[str, ...] = (), reads: tuple[str, ...] = (), of_vectors: bool = False
+) -> Stage:
+    """A selection to compare with: of all scored documents, or of those that datamask_masks chooses from."""
+    return Stage(
+        f"baseline_{name}",
+        "1",
+        ("select.budget", "select.seed", *reads),
+        ("pruned_documents", *(("e5_embeddings",) if of_vectors else ()), *inputs),
+        "baselines",
+        about,
+        optional=(
+            ("raw_shards", lambda settings: settings.select.in_tokens),
+            *((("near_duplicates", removes_near_duplicates),) if of_vectors else ()),
+        ),
     )
 
 
@@ -336,11 +385,11 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "pruned_documents",
-            "2",
-            ("prune.ratio", "prune.threshold"),
+            "3",
+            ("prune.ratio", "prune.threshold", "clean.duplicates"),
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
-            "The lowest share by quality marked pruned; every row keeps its decision.",
+            "What cleaning found and the lowest share by quality marked; every row keeps its decision.",
         ),
         Stage(
             "e5_embeddings",
@@ -364,6 +413,14 @@ STAGES: dict[str, Stage] = {
             ("e5_embeddings", "kmeans_centroids"),
             "embeddings",
             "The nearest frozen centroid of each embedded document.",
+        ),
+        Stage(
+            "near_duplicates",
+            "1",
+            ("clean.epsilon",),
+            ("pruned_documents", "e5_embeddings", "kmeans_clusters"),
+            "cleaning",
+            "SemDeDup: surviving documents that say what one that is kept says, by cosine within a cluster.",
         ),
         Stage(
             "warmup_model",
@@ -433,13 +490,44 @@ STAGES: dict[str, Stage] = {
                 ("raw_shards", _apart(_reads_rows)),
                 ("kmeans_clusters", _apart(_reads_clusters)),
                 ("influence_scores", _apart(lambda settings: settings.select.influence > 0)),
+                ("near_duplicates", _apart(removes_near_duplicates)),
                 ("corpus_selection_state", lambda settings: settings.select.scope == "corpus"),
             ),
         ),
+        _baseline("random", "As many documents as the budget asks for, drawn at random."),
+        _baseline(
+            "fineweb_edu",
+            "FineWeb-Edu: documents whose rounded educational value reaches baselines.edu_cut, drawn to the budget.",
+            ("edu_scores",),
+            ("baselines.edu_cut",),
+        ),
+        _baseline("fineweb_edu_top", "FineWeb-Edu: the documents of highest educational value.", ("edu_scores",)),
+        _baseline(
+            "dclm",
+            "DCLM-Baseline: documents whose DCLM score reaches baselines.dclm_cut, drawn to the budget.",
+            ("dclm_scores",),
+            ("baselines.dclm_cut",),
+        ),
+        _baseline("dclm_top", "DCLM-Baseline: the documents of highest DCLM score.", ("dclm_scores",)),
+        _baseline(
+            "wiki",
+            "Wiki reference: documents whose wiki score reaches baselines.wiki_cut, drawn to the budget.",
+            ("wiki_scores",),
+            ("baselines.wiki_cut",),
+        ),
+        _baseline("wiki_top", "Wiki reference: the documents of highest wiki score.", ("wiki_scores",)),
+        _baseline(
+            "semdedup",
+            "SemDeDup: the documents least like an earlier one of their cluster, epsilon solved for the budget.",
+            ("kmeans_clusters",),
+            of_vectors=True,
+        ),
+        _baseline("diversity", "Diversity alone (lambda = 0) of what pruning left, with its bound.", of_vectors=True),
+        _baseline("quality", "Quality alone (lambda = 1) of what pruning left, with its bound.", of_vectors=True),
         Stage(
             "fineweb_mask_manifest",
-            "2",
-            (),
+            "3",
+            ("select.strategy",),
             (
                 "raw_shards",
                 "dclm_scores",
@@ -449,10 +537,10 @@ STAGES: dict[str, Stage] = {
                 "pruned_documents",
                 "e5_embeddings",
                 "kmeans_clusters",
-                "datamask_masks",
             ),
             "manifest",
             "One row per readable input row: what was decided, where and why; manifest.json says from what.",
+            optional=(*_MASK, ("near_duplicates", _mask_without_near_duplicates)),
         ),
         Stage(
             "fineweb_mask",
@@ -471,11 +559,11 @@ STAGES: dict[str, Stage] = {
                 "pruned_documents",
                 "e5_embeddings",
                 "kmeans_clusters",
-                "datamask_masks",
                 "fineweb_mask_manifest",
             ),
             "reports",
             "What was kept of the snapshot and why, as one page: figures, certificate, documents with their reasons.",
+            optional=_MASK,
         ),
         Stage(
             "selection_report",

@@ -31,15 +31,6 @@ from dagster_datamask.stages.scores import SIDE_ROWS
 
 STRATEGY = "datamask"
 SIDECAR = "manifest.json"
-_STAGE_OF = {
-    "kept": "datamask_masks",
-    "not_selected": "datamask_masks",
-    "pruned": "pruned_documents",
-    "duplicate": "raw_shards",
-    "bad_row": "raw_shards",
-    "unscored": "quality_scores",
-    "bad_embedding": "e5_embeddings",
-}
 _TEXT_GROUP_ROWS = 1000
 
 
@@ -118,6 +109,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
     rows = len(raw)
     decisions = np.array(pruned["decision"].to_pylist(), dtype=object)
     reasons = np.array(pruned["reason"].to_pylist(), dtype=object)
+    stages = np.array(pruned["stage"].to_pylist(), dtype=object)
     embedded, at_vectors = batch["e5_embeddings"]
     masks, at_masks = batch["datamask_masks"]
     survives = pruned["decision"].is_null().to_numpy()
@@ -127,7 +119,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
     has_vector[at_vectors[~bad]] = True
     failed = at_vectors[bad]
     lost = survives[failed]
-    decisions[failed[lost]] = "bad_embedding"
+    decisions[failed[lost]], stages[failed[lost]] = "bad_embedding", "e5_embeddings"
     reasons[failed[lost]] = why[bad][lost]
     in_mask = np.zeros(rows, dtype=bool)
     in_mask[at_masks] = True
@@ -139,6 +131,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
         )
     selected = masks["selected"].to_numpy()
     decisions[at_masks] = np.where(selected, "kept", "not_selected")
+    stages[at_masks] = "datamask_masks"
     reasons[at_masks] = np.array(masks["reason"].to_pylist(), dtype=object)
     clusters, at_clusters = batch["kmeans_clusters"]
     table = pa.table(
@@ -149,7 +142,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
             "row": raw["row"],
             "strategy": [STRATEGY] * rows,
             "decision": decisions.tolist(),
-            "stage": [_STAGE_OF[decision] for decision in decisions],
+            "stage": stages.tolist(),
             "reason": reasons.tolist(),
             **{part: batch[f"{part}_scores"]["score"] for part in PARTS},
             "quality": pruned["quality"],

@@ -1,12 +1,13 @@
 """quality_scores and pruned_documents: the scores as one quality, and what survives.
 
-Quality joins the scorers' side files by doc_id; pruning cuts the snapshot at an exact rank. The scores themselves are
-`scores`'s.
+Quality joins the scorers' side files by doc_id; pruning cuts what raw_shards and cleaning left of the snapshot at an
+exact rank. The scores themselves are `scores`'s, what cleaning finds is `cleaning`'s.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -90,24 +91,29 @@ def integer_histogram(quality: np.ndarray) -> np.ndarray:
 
 
 def pruned_documents(run: Run, snapshot: str) -> Outcome:
-    """Publish every row's decision so far: null where it survives, else duplicate, bad_row, unscored or pruned.
+    """Publish every row's decision so far and the asset that took it, first come first served: duplicate or bad_row by
+    raw_shards, duplicate by text_duplicates, contaminated, unscored, pruned; null where the row survives.
 
-    Of the n rows with a quality that are no duplicates, ⌊ratio·n + ½⌋ are pruned, lowest quality first, ties by the
-    stable hash of the id; with prune.threshold = frozen, those below quality_calibration's threshold.
+    Of the n rows with a quality of which nothing is decided before, ⌊ratio·n + ½⌋ are pruned, lowest quality first,
+    ties by the stable hash of the id; with prune.threshold = frozen, those below quality_calibration's threshold.
     """
     stage = STAGES["pruned_documents"]
     prune = run.settings.prune
     frozen = prune.threshold == "frozen"
-    inputs = run.inputs(stage, snapshot, stage.inputs if frozen else ("raw_shards", "quality_scores"))
+    names = [name for name in stage.needs(run.settings) if frozen or name != "quality_calibration"]
+    inputs = run.inputs(stage, snapshot, names)
     raw, quality = inputs["raw_shards"], inputs["quality_scores"]
-    keys = fingerprints(inputs)
-    with run.generation(stage, snapshot, keys) as generation:
+    with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
 
         def read(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
-            cursor = Cursor(quality.path(shard), None, SIDE_ROWS)
+            scored = Cursor(quality.path(shard), None, SIDE_ROWS)
+            cleaned = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in CLEANING if name in inputs}
             for table in read_batches(raw.path(shard), None, SIDE_ROWS):
-                yield table, cursor.take_all(table["doc_id"].combine_chunks())
-            cursor.end()
+                ids = table["doc_id"].combine_chunks()
+                found = {name: cursor.take(ids) for name, cursor in cleaned.items()}
+                yield _decided(table, snapshot, found), scored.take_all(ids)
+            for cursor in (scored, *cleaned.values()):
+                cursor.end()
 
         def kernel() -> _Prune:
             if frozen:
@@ -141,35 +147,77 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
         return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows)
 
 
+def _decided(raw: pa.Table, snapshot: str, found: Mapping[str, tuple[pa.Table, np.ndarray]]) -> pa.Table:
+    """`doc_id, decision, stage, reason` by raw_shards and, of what it left, by cleaning; nulls where neither decided.
+
+    found: {asset of cleaning: (its rows, their positions)}.
+    """
+    decisions = np.array(raw["decision"].to_pylist(), dtype=object)
+    reasons = np.array(raw["reason"].to_pylist(), dtype=object)
+    stages = np.where(raw["decision"].is_valid().to_numpy(), "raw_shards", None)
+    for name, (rows, positions) in found.items():
+        if name == "text_duplicates":
+            later = rows["kept_id"].is_valid()
+            rows, positions = rows.filter(later), positions[later.to_numpy()]
+        free = np.array([decisions[k] is None for k in positions], dtype=bool)
+        decision, why = CLEANING[name]
+        at = positions[free]
+        decisions[at], stages[at] = decision, name
+        reasons[at] = [why(row, snapshot) for row in rows.filter(pa.array(free)).to_pylist()]
+    return pa.table(
+        {"doc_id": raw["doc_id"], "decision": decisions.tolist(), "stage": stages.tolist(), "reason": reasons.tolist()},
+        schema=pa.schema([field for field in PRUNED if field.name != "quality"]),
+    )
+
+
+def _duplicate(row: Mapping[str, Any], snapshot: str) -> str:
+    elsewhere = "" if row["kept_snapshot"] == snapshot else f" of {row['kept_snapshot']}"
+    return f"same text as {row['kept_id']}{elsewhere}"
+
+
+def _contaminated(row: Mapping[str, Any], snapshot: str) -> str:
+    words = len(row["words"].split(" "))
+    return f"{words} words of {row['evaluation_set']}, item {row['item']}, at characters {row['start']} to {row['end']}"
+
+
+# {asset: (its decision, its reason for a row of its side file)}, in the order in which they decide
+CLEANING: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
+    "text_duplicates": ("duplicate", _duplicate),
+    "contaminated_documents": ("contaminated", _contaminated),
+}
+
+
 class _Prune:
-    """The kernel: a row's decision by raw_shards first, then by its score."""
+    """The kernel: what is decided already first, then the score."""
 
     def __init__(self, rank: Cut | None, threshold: float | None) -> None:
         self._rank = rank
         self._threshold = threshold
 
     def __call__(self, batch: tuple[pa.Table, pa.Table]) -> tuple[pa.Table, int, Counts]:
-        raw, quality = batch
+        decided, quality = batch
         values = quality["score"].to_numpy()
-        decisions = np.array(raw["decision"].to_pylist(), dtype=object)
-        reasons = np.array(raw["reason"].to_pylist(), dtype=object)
-        in_play = raw["decision"].is_null().to_numpy()
+        decisions, stages, reasons = (
+            np.array(decided[name].to_pylist(), dtype=object) for name in ("decision", "stage", "reason")
+        )
+        in_play = decided["decision"].is_null().to_numpy()
         unscored = in_play & np.isnan(values)
-        decisions[unscored] = "unscored"
+        decisions[unscored], stages[unscored] = "unscored", "quality_scores"
         reasons[unscored] = np.array(quality["reason"].to_pylist(), dtype=object)[unscored]
         scored = np.flatnonzero(in_play & ~unscored)
         if self._rank is not None:
-            ties = tie_hash(raw["doc_id"].take(pa.array(scored)).to_pylist())
+            ties = tie_hash(decided["doc_id"].take(pa.array(scored)).to_pylist())
             survives = self._rank.inside(descending(values[scored]), ties)
         else:
             survives = values[scored] >= self._threshold
-        decisions[scored[~survives]] = "pruned"
+        decisions[scored[~survives]], stages[scored[~survives]] = "pruned", "pruned_documents"
         reasons[scored[~survives]] = "quality below the cut"
         table = pa.table(
             {
-                "doc_id": raw["doc_id"],
+                "doc_id": decided["doc_id"],
                 "quality": pa.array(values, from_pandas=True),
                 "decision": decisions.tolist(),
+                "stage": stages.tolist(),
                 "reason": reasons.tolist(),
             },
             schema=PRUNED,
@@ -180,12 +228,12 @@ class _Prune:
 def _spill_keys(path: Path, pairs: Iterator[tuple[pa.Table, pa.Table]]) -> int:
     n = 0
     with path.open("wb") as file:
-        for raw, quality in pairs:
+        for decided, quality in pairs:
             values = quality["score"].to_numpy()
-            inside = np.flatnonzero(raw["decision"].is_null().to_numpy() & ~np.isnan(values))
+            inside = np.flatnonzero(decided["decision"].is_null().to_numpy() & ~np.isnan(values))
             keys = np.empty(len(inside), dtype=_KEYS)
             keys["value"] = descending(values[inside])
-            keys["tie"] = tie_hash(raw["doc_id"].take(pa.array(inside)).to_pylist())
+            keys["tie"] = tie_hash(decided["doc_id"].take(pa.array(inside)).to_pylist())
             file.write(keys.tobytes())
             n += len(inside)
     return n
