@@ -48,8 +48,8 @@ FINE_TUNING_RATE, PROJECTION_RATE = 5e-5, 1e-3
 # α, β and the bias are single numbers: at a network's rate they would not get where they belong
 SCALAR_RATE = 1e-2
 WARM_UP_STEPS = 50
-# clamped, β may not get to where its quotient ends
-LEAST_BETA = 0.05
+# β stays between these where its bracket does not bound it
+LEAST_BETA, LARGEST_BETA = 0.05, 1000.0
 # below these a rank correlation says nothing
 LEAST_TRAJECTORIES = 3
 # rows that are multiplied at once, always as many, so that a row's product does not depend on how many come with it
@@ -506,9 +506,7 @@ class _Rollouts:
             raise ValueError(f"{m} trajectories but {len(policies)} policies")
         outside = np.flatnonzero(((trajectories < 0) | (trajectories >= n)).any(axis=1))
         if outside.size:
-            raise ValueError(
-                f"trajectory {int(outside[0])} has a row outside 0..{n - 1}; rows are those of the features"
-            )
+            raise ValueError(f"trajectory {int(outside[0])} has a row outside 0..{n - 1}, the rows of the features")
         ordered = np.sort(trajectories, axis=1)
         twice = np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))
         if twice.size:
@@ -639,9 +637,10 @@ class _Trainer:
             self.layers["relate_out"] = nn.Linear(options.width, options.width)
         self.layers.to(self.device)
         learned = options.learned and options.mode == "relational"
-        self.alpha, self.beta = (
+        # Θ is linear in 1/β, and no relation at all, 0, is a few steps away instead of infinitely many
+        self.alpha, self.inverse_beta = (
             nn.Parameter(torch.tensor(value, device=self.device), requires_grad=learned)
-            for value in (options.alpha, options.beta)
+            for value in (options.alpha, 1.0 / options.beta)
         )
         known = data.increments[data.training]
         known = known[np.isfinite(known)]
@@ -700,7 +699,7 @@ class _Trainer:
         if options.similarity == "ffn":
             h = self.layers["relate_out"](functional.relu(self.layers["relate"](h)))
             h = functional.normalize(h, dim=-1, eps=_LEAST_NORM)
-        return group_influence_of(h, f, self.alpha, self.beta)
+        return group_influence_of(h, f, self.alpha, 1.0 / self.inverse_beta)
 
     def _encode(self, trajectories: np.ndarray) -> "torch.Tensor":
         import torch
@@ -716,7 +715,7 @@ class _Trainer:
 
         options = self.options
         bias = self.layers["head"].bias
-        scalars = [p for p in (self.alpha, self.beta, bias) if p.requires_grad]
+        scalars = [p for p in (self.alpha, self.inverse_beta, bias) if p.requires_grad]
         layers = [p for p in self.layers.parameters() if p is not bias]
         groups = [
             {"params": layers, "lr": options.rate if self.backbone is None else max(options.rate, PROJECTION_RATE)},
@@ -738,7 +737,8 @@ class _Trainer:
 
         with torch.no_grad():
             self.alpha.clamp_(min=0.0)
-            self.beta.clamp_(min=1.0 if self.options.bracket == "bounded" else LEAST_BETA)
+            largest = 1.0 if self.options.bracket == "bounded" else 1.0 / LEAST_BETA
+            self.inverse_beta.clamp_(min=1.0 / LARGEST_BETA, max=largest)
 
     def _held_out_spearman(self) -> float | None:
         import torch
@@ -752,21 +752,22 @@ class _Trainer:
         state = {f"layers.{name}": value for name, value in self.layers.state_dict().items()}
         if self.backbone is not None:
             state |= {f"backbone.{name}": value for name, value in self.backbone.model.state_dict().items()}
-        state |= {"alpha": self.alpha, "beta": self.beta}
+        state |= {"alpha": self.alpha, "inverse_beta": self.inverse_beta}
         return {name: value.detach().clone() for name, value in state.items()}
 
     def _model(self, state: dict[str, Any]) -> InfluenceModel:
         def part(name: str) -> dict[str, Any]:
             return {key.removeprefix(name): value for key, value in state.items() if key.startswith(name)}
 
+        fitted = self.alpha.requires_grad
         if self.backbone is not None:
             self.backbone.model.load_state_dict(part("backbone."))
         return InfluenceModel(
             self.options,
             self.identity,
             {name: value.cpu().numpy() for name, value in part("layers.").items()},
-            float(state["alpha"]),
-            float(state["beta"]),
+            float(state["alpha"]) if fitted else self.options.alpha,
+            1.0 / float(state["inverse_beta"]) if fitted else self.options.beta,
             self.mean,
             self.sd,
             self.backbone,
