@@ -109,6 +109,11 @@ def _file_digest(path: Path) -> bytes:
     return _digests[key]
 
 
+def model_cache() -> Path:
+    """The folder of this user's machine where what was fetched or made from a model is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dagster_datamask" / "models"
+
+
 def licence_of(path: Path) -> str | None:
     """The `license:` of the model card in a model's directory; None where there is no card or it names
     none."""
@@ -164,8 +169,7 @@ def _fetched(url: str, key: str) -> Path:
         if filesystem.protocol == "file" or "file" in filesystem.protocol:
             return Path(remote)
         version = str(filesystem.ukey(remote))
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "dagster_datamask" / "models"
-        target = base / digest(url, version).hex() / Path(remote).name
+        target = model_cache() / digest(url, version).hex() / Path(remote).name
         if not target.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

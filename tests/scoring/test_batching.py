@@ -86,11 +86,11 @@ def test_one_row_that_does_not_fit_and_other_errors() -> None:
 def test_the_head_of_a_text_gives_the_whole_texts_tokens(
     encoder: Encoder, words: list[list[str]], max_length: int
 ) -> None:
-    tokenizer = encoder._model.tokenizer
+    tokenizer = encoder._tokenizer
     texts = [" ".join(text) for text in words]
     tokens = tokenise(tokenizer, texts, max_length)
     whole = [tokenizer(text, truncation=True, max_length=max_length)["input_ids"] for text in texts]
-    assert [row["input_ids"] for row in tokens.rows] == whole
+    assert [tokens.row(i)["input_ids"] for i in range(len(texts))] == whole
     assert tokens.lengths.tolist() == [len(row) for row in whole]
 
 
