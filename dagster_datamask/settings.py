@@ -177,6 +177,9 @@ class EmbedSettings(Section):
     batch_tokens: int | None = Field(
         None, ge=64, description="padded tokens in one forward pass; null: the device's default"
     )
+    backend: Literal["torch", "openvino"] = Field(
+        "torch", description="what runs the encoder; openvino (the extra of that name) is faster on CPUs"
+    )
 
 
 class ClusterSettings(Section):
