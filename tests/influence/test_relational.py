@@ -160,7 +160,7 @@ def test_without_a_relation_there_is_no_gain(rollouts: Rollouts) -> None:
     increments = 0.01 * rollouts.f[rollouts.trajectories]
     related, alone = (rollouts.fit(increments, mode=mode)[1].held_out.pooled for mode in ("relational", "individual"))
     assert related is not None and alone is not None
-    assert alone > 0.95 and abs(related - alone) < 0.02
+    assert alone > 0.9 and abs(related - alone) < 0.02
 
 
 def test_the_card_tells_what_was_done(planted: tuple[InfluenceModel, Card], rollouts: Rollouts) -> None:
