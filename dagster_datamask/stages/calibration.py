@@ -27,7 +27,7 @@ from dagster_datamask.shards.schemas import BadShard
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
-from dagster_datamask.stages.classifiers import open_scorer, precision
+from dagster_datamask.stages.classifiers import classifier_of, open_scorer, precision
 from dagster_datamask.stages.quality import integer_histogram
 
 SAMPLE_FILE = "sample.parquet"
@@ -66,10 +66,10 @@ def quality_calibration(run: Run, source: Source) -> Outcome:
 def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
     stage = STAGES["quality_calibration"]
     settings = run.settings.score
-    classifiers = run.store.current("quality_classifiers")
+    classifiers = {part: run.store.current(classifier_of(part)) for part in PARTS}
     picked = _pick(source, settings.calibration_snapshots or source.filled(), settings.calibration_sample, bad)
     inputs = {
-        "quality_classifiers": classifiers.fingerprint,
+        **{classifier.asset: classifier.fingerprint for classifier in classifiers.values()},
         "precision": precision(run.accelerator),
         # the footer and not the path or the time, so that a copy of the source gives the same generation
         "sample": digest(
@@ -80,7 +80,7 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
         record = generation.record(SAMPLE_FILE, "")
         if record is None:
             rows = _sample(source, picked, settings.calibration_sample)
-            scorers = {part: open_scorer(part, classifiers, run.settings, run.accelerator) for part in PARTS}
+            scorers = {part: open_scorer(classifiers[part], run.settings, run.accelerator) for part in PARTS}
             progress = run.progress(stage, None)
             with table_file(generation.folder / SAMPLE_FILE, _SAMPLE, _SAMPLED_TEXT_ROWS) as writer:
                 for start in range(0, len(rows), BATCH_ROWS):
@@ -195,7 +195,12 @@ def _scored(batch: pa.Table, scorers: dict, weights: list[float]) -> pa.Table:
 
 def selection_encoder(settings: Settings) -> EncoderSpec:
     """The encoder of e5_embeddings and kmeans_centroids."""
-    return encoder_spec(settings.models.encoder, settings.models.encoder_prefix, settings.embed.max_tokens)
+    return encoder_spec(
+        settings.models.encoder,
+        settings.models.encoder_prefix,
+        settings.embed.max_tokens,
+        backend=settings.embed.backend,
+    )
 
 
 def encoder_facts(spec: EncoderSpec) -> dict[str, Any]:

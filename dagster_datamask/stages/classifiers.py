@@ -1,19 +1,21 @@
-"""quality_classifiers: the three quality models, found or trained, frozen under one fingerprint.
+"""dclm_classifier, edu_classifier, wiki_classifier, ultra_classifier: each model found or trained, and frozen.
 
-Also the way back: `open_scorer` gives the published classifier as a Scorer. What a classifier computes is `scoring`'s.
+Each is an asset of its own, so that a new model makes exactly its scores stale. Also the way back: `open_scorer` gives
+the published classifier as a Scorer. What a classifier computes is `scoring`'s.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.reporting.figures import calibration_figure
 from dagster_datamask.scoring.base import Scorer
+from dagster_datamask.scoring.card import CARD_FILE, library_versions, model_card
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
-from dagster_datamask.scoring.models import ModelUnavailable, content_revision, resolve_model
-from dagster_datamask.scoring.quality import PARTS
+from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel, content_revision, resolve_model
 from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer
 from dagster_datamask.scoring.training import (
     DIMENSION,
@@ -29,10 +31,29 @@ from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
 
 TRAINED = "trained"
 _TRAINING_SEED = 0
-_FASTTEXT_LABELS = {"dclm": "models.dclm_label", "wiki": "models.wiki_label"}
-_NEGATIVE_LABEL = "cc"
 # a demo's thousand texts fill DCLM's 100 dimensions with noise and 120 MB
 _DEMO_DIMENSION = 16
+
+
+@dataclass(frozen=True)
+class _Convention:
+    """What a fastText classifier was published with: its negative label, and the form of its texts."""
+
+    negative_label: str
+    normaliser: str
+
+
+# RedPajama joins lines for its wiki reference as DCLM does
+_FASTTEXT = {
+    "dclm": _Convention("cc", "dclm"),
+    "wiki": _Convention("cc", "dclm"),
+    "ultra": _Convention("neg", "ultra_fineweb"),
+}
+
+
+def classifier_of(part: str) -> str:
+    """The asset that holds the classifier `part` ("dclm", "edu", "wiki", "ultra")."""
+    return f"{part}_classifier"
 
 
 def edu_encoder(settings: Settings) -> EncoderSpec:
@@ -42,6 +63,7 @@ def edu_encoder(settings: Settings) -> EncoderSpec:
         settings.models.encoder,
         settings.models.encoder_prefix,
         min(settings.score.edu_max_tokens, spec.max_length),
+        backend=settings.embed.backend,
     )
 
 
@@ -50,45 +72,50 @@ def precision(accelerator: Accelerator) -> str:
     return f"{'cuda' if accelerator.is_cuda else 'cpu'} {accelerator.dtype}"
 
 
-def quality_classifiers(run: Run) -> Outcome:
-    """Publish `dclm`, `edu` and `wiki`: model files for those trained here, and facts that name the others' revision.
+def classifier(run: Run, part: str) -> Outcome:
+    """Publish the classifier `part`: the file and the model card of one trained here, or the other's revision.
 
-    Raises ModelUnavailable for a model that cannot be had, SettingsError for labels that are not set.
+    Its facts name the conventions its scores are made by. Raises ModelUnavailable for a model that cannot be had,
+    SettingsError for labels that are not set.
     """
-    stage = STAGES["quality_classifiers"]
+    stage = STAGES[classifier_of(part)]
     settings = run.settings
-    sources = {part: _source_of(settings, part) for part in PARTS}
-    inputs = classifier_inputs(settings, run.accelerator)
-    with run.generation(stage, None, inputs) as generation:
+    source = _source_of(settings, part)
+    with run.generation(stage, None, classifier_inputs(settings, part, run.accelerator)) as generation:
         records: list[ShardRecord] = []
-        facts: dict[str, Any] = {}
-        for part, source in sources.items():
-            fact: dict[str, Any] = {
-                "kind": "edu" if part == "edu" else "fasttext",
-                "trained": source["trained"],
-                # a path of this machine would make published files differ from machine to machine
-                "ref": Path(ref).name if Path(ref := settings.get(f"models.{part}")).is_absolute() else ref,
-                "demo_model": settings.profile == "demo" and source["trained"],
-                "revision": source["identity"],
-                "positive_label": settings.get(_FASTTEXT_LABELS[part]) if part in _FASTTEXT_LABELS else None,
+        ref = settings.get(f"models.{part}")
+        fact: dict[str, Any] = {
+            "trained": source.trained,
+            # a path of this machine would make published files differ from machine to machine
+            "ref": _name(ref),
+            "demo_model": settings.profile == "demo" and source.trained,
+            "revision": source.identity,
+            **_conventions(settings, part),
+        }
+        if source.trained:
+            run.log(f"{stage.name}: training from {source.labels}")
+            record, report = _train(run, generation, part, source.labels)
+            fact |= {
+                "file": record.file,
+                "revision": f"sha256:{record.sha256}",
+                "data": _name(source.labels),
+                "data_revision": source.identity,
+                "seed": report["seed"],
+                **{f"heldout_{name}": report[name] for name in ("auc", "precision", "recall", "calibration_error")},
+                "labels": report["labels"],
+                "libraries": library_versions(report["kind"]),
+                "report": report,
             }
-            if source["trained"]:
-                run.log(f"quality_classifiers: training {part} from {source['labels']}")
-                record, report = _train(run, generation, part, source["labels"])
-                records.append(record)
-                fact |= {"file": record.file, "report": report, "revision": f"sha256:{record.sha256}"}
-            facts[part] = fact
+            records = [record, _card(generation, stage.name, fact)]
         return finish(
             generation,
             records,
             "",
-            facts=facts,
+            facts=fact,
             expected_rows=sum(record.rows_in for record in records),
-            figures=lambda published: {
-                f"{part}: held-out rows": _held_out_figure(part, fact)
-                for part, fact in facts.items()
-                if "report" in fact
-            },
+            figures=lambda published: (
+                {"held-out rows": _held_out_figure(part, fact)} if "report" in fact else {}
+            ),
         )
 
 
@@ -99,6 +126,11 @@ def made_by(fact: Mapping[str, Any]) -> str:
     return "trained here" if fact["trained"] else "published"
 
 
+def card_of(published: Published) -> str | None:
+    """The model card of a classifier that was trained here."""
+    return published.path(CARD_FILE).read_text("utf-8") if published.facts["trained"] else None
+
+
 def _held_out_figure(part: str, fact: Mapping[str, Any]) -> bytes:
     report = fact["report"]
     auc = "" if report["auc"] is None else f", AUC {report['auc']:.3f}"
@@ -107,22 +139,48 @@ def _held_out_figure(part: str, fact: Mapping[str, Any]) -> bytes:
     )
 
 
-def classifier_inputs(settings: Settings, accelerator: Accelerator) -> dict[str, str]:
-    """What the classifiers' fingerprint is made of: each model's or label file's revision, and how vectors are made."""
-    sources = {part: _source_of(settings, part) for part in PARTS}
-    inputs: dict[str, str] = {part: source["identity"] for part, source in sources.items()}
-    if sources["edu"]["trained"]:
+def _conventions(settings: Settings, part: str) -> dict[str, Any]:
+    if part == "edu":
+        return {"max_tokens": settings.score.edu_max_tokens, "windows": settings.score.edu_windows}
+    return {"positive_label": settings.get(f"models.{part}_label"), "normaliser": _FASTTEXT[part].normaliser}
+
+
+def _name(ref: str) -> str:
+    return Path(ref).name if Path(ref).is_absolute() else ref
+
+
+def classifier_inputs(settings: Settings, part: str, accelerator: Accelerator) -> dict[str, str]:
+    """What a classifier's fingerprint is made of: the model's or label file's revision, and how texts are read.
+
+    Raises as `classifier` does.
+    """
+    source = _source_of(settings, part)
+    inputs = {"labels" if source.trained else "model": source.identity}
+    if part == "edu" and source.trained:
         inputs["encoder"] = edu_encoder(settings).identity
         inputs["precision"] = precision(accelerator)
-    if settings.profile == "demo":
+    if part == "ultra":
+        inputs["tokenizer"] = _ultra_tokenizer(settings).revision
+    if settings.profile == "demo" and source.trained:
         inputs["profile"] = "demo"
     return inputs
 
 
-def _source_of(settings: Settings, part: str) -> dict[str, Any]:
+def _ultra_tokenizer(settings: Settings) -> ResolvedModel:
+    return resolve_model(settings.models.ultra_tokenizer, filename="tokenizer.json", setting="ultra_tokenizer")
+
+
+@dataclass(frozen=True)
+class _Source:
+    trained: bool
+    identity: str
+    labels: str = ""
+
+
+def _source_of(settings: Settings, part: str) -> _Source:
     ref = settings.get(f"models.{part}")
     if ref != TRAINED:
-        return {"trained": False, "identity": resolve_model(ref, setting=part).revision}
+        return _Source(False, resolve_model(ref, setting=part).revision)
     labels = settings.get(f"score.{part}_labels")
     if not labels:
         raise SettingsError(
@@ -131,8 +189,7 @@ def _source_of(settings: Settings, part: str) -> dict[str, Any]:
         )
     if "://" not in labels and not Path(labels).exists():
         raise SettingsError(f"score.{part}_labels: {labels} does not exist")
-    identity = content_revision(Path(labels)) if "://" not in labels else labels
-    return {"trained": True, "labels": labels, "identity": identity}
+    return _Source(True, content_revision(Path(labels)) if "://" not in labels else labels, labels)
 
 
 def _train(run: Run, generation: Generation, part: str, labels: str) -> tuple[ShardRecord, dict[str, Any]]:
@@ -155,7 +212,24 @@ def _train(run: Run, generation: Generation, part: str, labels: str) -> tuple[Sh
     return record, record.source
 
 
+def _card(generation: Generation, name: str, fact: Mapping[str, Any]) -> ShardRecord:
+    record = generation.record(CARD_FILE, "")
+    if record is None:
+        text = model_card(
+            name,
+            fact["report"],
+            data=fact["data"],
+            data_revision=fact["data_revision"],
+            model_revision=fact["revision"],
+        )
+        with atomic(generation.folder / CARD_FILE) as temp:
+            temp.write_text(text, "utf-8")
+        record = generation.complete(CARD_FILE, "", rows=0, rows_in=0, counts={})
+    return record
+
+
 def _fit_fasttext(run: Run, part: str, texts: list, targets: list, out: Path) -> TrainingReport:
+    convention = _FASTTEXT[part]
     # fastText decides by the suffix whether it quantises, so it writes beside and the whole file is moved
     model = out.with_name(out.name + ".bin")
     try:
@@ -163,10 +237,12 @@ def _fit_fasttext(run: Run, part: str, texts: list, targets: list, out: Path) ->
             texts,
             targets,
             model,
-            positive_label=run.settings.get(_FASTTEXT_LABELS[part]).removeprefix("__label__"),
-            negative_label=_NEGATIVE_LABEL,
+            positive_label=run.settings.get(f"models.{part}_label").removeprefix("__label__"),
+            negative_label=convention.negative_label,
             seed=_TRAINING_SEED,
             dim=_DEMO_DIMENSION if run.settings.profile == "demo" else DIMENSION,
+            normaliser=convention.normaliser,
+            tokenizer=_ultra_tokenizer(run.settings).path if part == "ultra" else None,
         )
         model.replace(out)
     finally:
@@ -189,31 +265,42 @@ def _fit_head(run: Run, part: str, texts: list, targets: list, out: Path) -> Tra
     return report
 
 
-def open_scorer(part: str, classifiers: Published, settings: Settings, accelerator: Accelerator) -> Scorer:
-    """The published classifier `part` ("dclm", "edu", "wiki").
+def open_scorer(published: Published, settings: Settings, accelerator: Accelerator) -> Scorer:
+    """The published classifier.
 
-    Raises ModelUnavailable if a model that was resolved when the classifiers were published is gone or has changed.
+    Raises ModelUnavailable if what was resolved when the classifier was published is gone or has changed.
     """
-    fact = classifiers.facts[part]
-    if fact["trained"]:
-        path = classifiers.folder / fact["file"]
-        if part == "edu":
-            encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
-            return EmbeddingHeadScorer(encoder, Head.load(path))
-    else:
-        found = resolve_model(settings.get(f"models.{part}"), setting=part)
-        if found.revision != fact["revision"]:
-            raise ModelUnavailable(
-                f"models.{part}: {found.ref} is now {found.revision}, but quality_classifiers were published with "
-                f"{fact['revision']}; run the job fit_global again"
-            )
-        path = found.path
+    part = published.asset.removesuffix(classifier_of(""))
+    fact = published.facts
+    if part == "edu" and fact["trained"]:
+        encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
+        return EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
+    path = published.path(fact["file"]) if fact["trained"] else _unchanged(
+        resolve_model(settings.get(f"models.{part}"), setting=part), fact["revision"], published.asset, part
+    )
     if part == "edu":
         return TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
-    return FastTextScorer(path, settings.get(_FASTTEXT_LABELS[part]))
+    tokenizer = None
+    if part == "ultra":
+        found = _ultra_tokenizer(settings)
+        tokenizer = _unchanged(found, published.inputs["tokenizer"], published.asset, "ultra_tokenizer")
+    return FastTextScorer(path, fact["positive_label"], fact["normaliser"], tokenizer)
 
 
-def scorer_identity(part: str, classifiers: Published, accelerator: Accelerator) -> str:
-    """What of the classifiers one scorer's fingerprint holds: its own revision, and for a network the precision."""
-    revision = classifiers.facts[part]["revision"]
-    return f"{revision} {precision(accelerator)}" if part == "edu" else revision
+def _unchanged(found: ResolvedModel, revision: str, asset: str, setting: str) -> Path:
+    if found.revision != revision:
+        raise ModelUnavailable(
+            f"models.{setting}: {found.ref} is now {found.revision}, but {asset} was published with {revision}; "
+            f"materialise {asset} again"
+        )
+    return found.path
+
+
+def scorer_identity(published: Published, accelerator: Accelerator) -> str:
+    """What of a classifier its scores' fingerprint holds: its revision, how texts are read, a network's precision."""
+    parts = [published.facts["revision"]]
+    if published.asset == classifier_of("edu"):
+        parts.append(precision(accelerator))
+    if "tokenizer" in published.inputs:
+        parts.append(published.inputs["tokenizer"])
+    return " ".join(parts)
