@@ -20,13 +20,17 @@ from dagster_datamask.sensors.retry_failed_snapshots import build_retry_failed_s
 from dagster_datamask.settings import Settings, load_settings
 
 ASSETS: tuple[StageAsset, ...] = (
-    globals.quality_classifiers,
+    globals.dclm_classifier,
+    globals.edu_classifier,
+    globals.wiki_classifier,
     globals.quality_calibration,
     globals.kmeans_centroids,
     documents.raw_shards,
     documents.dclm_scores,
     documents.edu_scores,
     documents.wiki_scores,
+    globals.ultra_classifier,
+    documents.ultra_scores,
     documents.quality_scores,
     documents.pruned_documents,
     selection.e5_embeddings,

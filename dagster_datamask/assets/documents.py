@@ -6,9 +6,11 @@ import dagster as dg
 
 from dagster_datamask import doctor
 from dagster_datamask.assets.base import stage_asset
+from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import ingest, quality, scores
 from dagster_datamask.stages.base import Outcome, Run
+from dagster_datamask.stages.classifiers import classifier_of
 
 
 def _doctor(run: Run) -> dict[str, Any]:
@@ -16,11 +18,10 @@ def _doctor(run: Run) -> dict[str, Any]:
     if doctor.home_unset():
         run.log(doctor.HOME_UNSET)
     rows = doctor.examine(run.settings, models=False)["checks"]
-    fitted = run.store.published("quality_classifiers")
     rows += [
-        {"what": f"{part} as fitted", "state": "ok", "detail": f"{fact['ref']}, {fact['revision']}"}
-        for part, fact in (fitted.facts if fitted else {}).items()
-        if isinstance(fact, dict) and "revision" in fact
+        {"what": f"{part} as fitted", "state": "ok", "detail": f"{fitted.facts['ref']}, {fitted.facts['revision']}"}
+        for part in PARTS
+        if (fitted := run.store.published(classifier_of(part)))
     ]
     return {"doctor": dg.MetadataValue.table([dg.TableRecord(row) for row in rows])}
 
@@ -43,6 +44,11 @@ def edu_scores(run: Run, source: Source, snapshot: str) -> Outcome:
 @stage_asset("wiki_scores")
 def wiki_scores(run: Run, source: Source, snapshot: str) -> Outcome:
     return scores.scores(run, source, snapshot, "wiki")
+
+
+@stage_asset("ultra_scores")
+def ultra_scores(run: Run, source: Source, snapshot: str) -> Outcome:
+    return scores.scores(run, source, snapshot, "ultra")
 
 
 @stage_asset("quality_scores")

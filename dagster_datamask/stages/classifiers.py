@@ -113,9 +113,7 @@ def classifier(run: Run, part: str) -> Outcome:
             "",
             facts=fact,
             expected_rows=sum(record.rows_in for record in records),
-            figures=lambda published: (
-                {"held-out rows": _held_out_figure(part, fact)} if "report" in fact else {}
-            ),
+            figures=lambda published: {"held-out rows": _held_out_figure(part, fact)} if "report" in fact else {},
         )
 
 
@@ -275,8 +273,12 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
     if part == "edu" and fact["trained"]:
         encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
         return EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
-    path = published.path(fact["file"]) if fact["trained"] else _unchanged(
-        resolve_model(settings.get(f"models.{part}"), setting=part), fact["revision"], published.asset, part
+    path = (
+        published.path(fact["file"])
+        if fact["trained"]
+        else _unchanged(
+            resolve_model(settings.get(f"models.{part}"), setting=part), fact["revision"], published.asset, part
+        )
     )
     if part == "edu":
         return TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)

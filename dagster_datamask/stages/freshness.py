@@ -1,12 +1,13 @@
 """Which global assets are missing or were fitted under other settings: what must run before a snapshot can."""
 
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import FITTED, STAGES
 from dagster_datamask.stages.calibration import selection_encoder
-from dagster_datamask.stages.classifiers import classifier_inputs
+from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 
 
 def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]:
@@ -43,7 +44,8 @@ def unfitted(store: Store, settings: Settings, source: Source) -> dict[str, str]
 
 def _models(name: str, settings: Settings) -> dict[str, str]:
     """{input: revision} of the models and labels behind a global asset, without the device they would run on."""
-    if name == "quality_classifiers":
-        inputs = classifier_inputs(settings, Accelerator())
-        return {model: revision for model, revision in inputs.items() if model != "precision"}
+    for part in PARTS:
+        if name == classifier_of(part):
+            inputs = classifier_inputs(settings, part, Accelerator())
+            return {model: revision for model, revision in inputs.items() if model != "precision"}
     return {"encoder": selection_encoder(settings).identity} if name == "kmeans_centroids" else {}

@@ -24,7 +24,7 @@ from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import FITTED, STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.calibration import selection_encoder
-from dagster_datamask.stages.classifiers import classifier_inputs
+from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
@@ -171,7 +171,7 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         for key, value in STAGES[name].identity(run.in_force).items()
         if published.settings.get(key) != value
     ]
-    classifiers = lineage["quality_classifiers"]
+    classifiers = {part: lineage[classifier_of(part)] for part in PARTS}
     foreign += [
         f"{name}: made with another generation of {ancestor}"
         for name, published in sorted(lineage.items())
@@ -184,13 +184,17 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         if published.code_version != STAGES[name].version
     ]
     # revisions alone: a manifest written on a CPU accepts vectors made on a GPU
-    made = {key: value for key, value in classifiers.inputs.items() if key != "precision"}
-    wanted = {k: value for k, value in classifier_inputs(run.in_force, run.accelerator).items() if k != "precision"}
     models = {
-        "quality_classifiers": (made, wanted),
+        **{
+            classifiers[part].asset: tuple(
+                {key: value for key, value in inputs.items() if key != "precision"}
+                for inputs in (classifiers[part].inputs, classifier_inputs(run.in_force, part, run.accelerator))
+            )
+            for part in PARTS
+        },
         "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
     } | {
-        f"{part}_scores": (inputs[f"{part}_scores"].facts["model_revision"], classifiers.facts[part]["revision"])
+        f"{part}_scores": (inputs[f"{part}_scores"].facts["model_revision"], classifiers[part].facts["revision"])
         for part in PARTS
     }
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]

@@ -1,4 +1,7 @@
-"""dclm_scores, edu_scores, wiki_scores: a side file of each scorer. What they make together is `quality`'s."""
+"""dclm_scores, edu_scores, wiki_scores, ultra_scores: a side file of each scorer.
+
+What the first three make together is `quality`'s.
+"""
 
 from collections import Counter
 
@@ -12,25 +15,26 @@ from dagster_datamask.shards.engine import Counts, map_shards
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
-from dagster_datamask.stages.classifiers import made_by, open_scorer, scorer_identity
+from dagster_datamask.stages.classifiers import classifier_of, made_by, open_scorer, scorer_identity
 
 # side files hold ids and numbers, so far more rows than of text fit one batch
 SIDE_ROWS = 65_536
+_CONVENTIONS = ("positive_label", "normaliser", "max_tokens", "windows")
 
 
 def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
-    """Publish `doc_id, score, reason` of one scorer ("dclm", "edu", "wiki") for every row of raw_shards."""
+    """Publish `doc_id, score, reason` of one scorer ("dclm", "edu", "wiki", "ultra") for every row of raw_shards."""
     stage = STAGES[f"{part}_scores"]
     inputs = run.inputs(stage, snapshot)
-    raw, classifiers = inputs["raw_shards"], inputs["quality_classifiers"]
+    raw, classifier = inputs["raw_shards"], inputs[classifier_of(part)]
     reader = DocumentReader(source, raw)
-    keys = {"raw_shards": raw.fingerprint, "classifier": scorer_identity(part, classifiers, run.accelerator)}
+    keys = {"raw_shards": raw.fingerprint, "classifier": scorer_identity(classifier, run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation:
         records = map_shards(
             generation,
             raw.shards,
             lambda shard: reader.batches(shard, ["text"]),
-            lambda: _Score(open_scorer(part, classifiers, run.settings, run.accelerator)),
+            lambda: _Score(open_scorer(classifier, run.settings, run.accelerator)),
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
@@ -42,7 +46,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             for batch in read_batches(generation.folder / f"{shard}.parquet", ["score"], SIDE_ROWS):
                 values = batch["score"].drop_null().to_numpy()
                 scored, total = scored + len(values), total + float(values.sum())
-        fact = classifiers.facts[part]
+        fact = classifier.facts
         return finish(
             generation,
             records,
@@ -53,6 +57,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
                 "model_ref": fact["ref"],
                 "model_revision": fact["revision"],
                 "model": made_by(fact),
+                **{name: fact[name] for name in _CONVENTIONS if name in fact},
             },
             expected_rows=raw.rows,
         )
