@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ def test_a_world_depends_on_its_seed_alone(small: World) -> None:
 def test_documents_are_as_asked(small: World) -> None:
     assert small.pool.shape == (600, 64) and small.reference.shape == (20, 64) and small.held_out.shape == (30, 64)
     every = np.concatenate([small.pool, small.reference, small.held_out])
-    assert 0 <= every.min() and every.max() < 128
+    assert every.min() >= 0 and every.max() < 128
     assert len(np.unique(every, axis=0)) == 650
     assert set(small.noise.tolist()) == {0.0, 0.3, 0.7}
     assert np.array_equal(small.relevant, small.topics < 2)
@@ -40,7 +42,7 @@ def test_topics_are_chains_and_noise_breaks_them(small: World) -> None:
     of_topic = [pairs(small.pool[clean & (small.topics == topic)]) for topic in range(6)]
 
     def known(documents: np.ndarray, seen: set[tuple[int, int]]) -> float:
-        found = [pair in seen for row in documents.tolist() for pair in zip(row[:-1], row[1:], strict=True)]
+        found = [pair in seen for row in documents.tolist() for pair in itertools.pairwise(row)]
         return float(np.mean(found))
 
     likely = [known(small.reference, seen) for seen in of_topic]
