@@ -53,6 +53,14 @@ CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
         ("every_snapshot_embedded", False, "Every snapshot that was begun has its embeddings, and so a part here."),
     ),
     "datamask_masks": _OF_A_MASK,
+    "group_mates_selection": _OF_A_MASK[:1],
+    "influence_model": (
+        ("ranks_unseen_documents", False, "Predicted and measured increments of documents not trained on agree."),
+    ),
+    "rollout_sets": (("every_loss_finite", False, "No step of a rollout led to a loss that is not a number."),),
+    "continued_model": (
+        ("every_snapshot_chosen", False, "Every snapshot that was scored for this stage is in what it was trained on."),
+    ),
     "fineweb_mask_manifest": (
         ("made_under_these_settings", True, "Every input was made under the settings and models now in force."),
         ("kept_equals_budget", True, "As many rows are kept as the budget asks for and the pool can give."),
@@ -98,6 +106,7 @@ _COLUMN_DESCRIPTIONS = {
     "token_count": "tokens, as the source counts them",
     "mask_score": "the solver's score of the document",
     "embedding": "unit vector, float16",
+    "influence": "predicted change of the reference loss, in standard deviations; the lower the better",
 }
 
 
@@ -135,10 +144,10 @@ class StageAsset:
         # Dagster reads the config's fields from the annotation, and they are this stage's settings
         asset.__annotations__["config"] = config_class(stage, settings)
         return dg.asset(
-            name=stage.name,
+            key=asset_key(stage.name),
             description=stage.about,
             group_name=stage.group,
-            deps=list(stage.needs(settings)),
+            deps=[asset_key(name) for name in stage.needs(settings)],
             partitions_def=partitions,
             code_version=code_version(stage, settings),
             owners=["team:datamask"],
@@ -147,6 +156,11 @@ class StageAsset:
             check_specs=_check_specs(stage),
             retry_policy=RETRIES,
         )(asset)
+
+
+def asset_key(name: str) -> dg.AssetKey:
+    """The key of a stage's asset; what belongs to a Group-MATES stage lies in that stage's folder."""
+    return dg.AssetKey(name.split("/"))
 
 
 def _failure(error: Exception) -> dg.Failure:
@@ -176,12 +190,12 @@ def _check_specs(stage: Stage) -> list[dg.AssetCheckSpec]:
         return [
             dg.AssetCheckSpec(
                 name,
-                asset=stage.name,
+                asset=asset_key(stage.name),
                 description=description,
                 blocking=blocking,
                 partitions_def=cc_snapshot if stage.partitioned else None,
             )
-            for name, blocking, description in _EVERY_ASSET + CHECKS.get(stage.name, ())
+            for name, blocking, description in _EVERY_ASSET + CHECKS.get(stage.name.rpartition("/")[2], ())
         ]
 
 
@@ -338,7 +352,7 @@ def _lineage(stage: Stage, schema: pa.Schema) -> dict[str, list[dg.TableColumnDe
     if "raw_shards" in stage.inputs:
         sources["doc_id"] = (("raw_shards", "doc_id"),)
     return {
-        column: [dg.TableColumnDep(asset_key=dg.AssetKey(asset), column_name=name) for asset, name in origins]
+        column: [dg.TableColumnDep(asset_key=asset_key(asset), column_name=name) for asset, name in origins]
         for column, origins in sources.items()
         if column in schema.names
     }

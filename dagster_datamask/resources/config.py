@@ -28,7 +28,7 @@ def config_class(stage: Stage, settings: Settings) -> type[dg.Config]:
     for name, key in config_keys(stage).items():
         info = _field(key)
         fields[name] = (info.annotation, Field(default=settings.get(key), description=info.description))
-    title = "".join(part.capitalize() for part in stage.name.split("_"))
+    title = "".join(part.capitalize() for part in stage.name.replace("/", "_").split("_"))
     return create_model(f"{title}Config", __base__=dg.Config, **fields)
 
 
