@@ -23,6 +23,7 @@ from dagster_datamask.scoring.backends import check_backend, openvino_transforme
 from dagster_datamask.scoring.batching import (
     CPU_BATCH_TOKENS,
     CUDA_BATCH_TOKENS,
+    RETRIED,
     Tokens,
     ahead,
     positions,
@@ -320,6 +321,7 @@ class Encoder:
         self._tokenizer = model.tokenizer
         self._model = self._in_precision(model, accelerator.dtype)
         self._exact: SentenceTransformer | None = None
+        self._passes = self._largest = self._tokens = self._padded = self._retried = 0
         self._prefix_tokens = len(self._tokenizer(spec.prefix)["input_ids"])
         if spec.max_length <= self._prefix_tokens:
             raise ValueError(
@@ -383,6 +385,8 @@ class Encoder:
             notes,
             self._take_smaller_batches,
         )
+        self._largest = max(self._largest, *sizes) if sizes else self._largest
+        self._retried += notes[RETRIED]
         for i in bad:
             reasons[rows[i]] = NON_FINITE
         raw[bad] = 0
@@ -413,10 +417,27 @@ class Encoder:
             notes += window.notes
         return EncodedBatch(vectors, reasons, sizes, notes)
 
+    def work(self) -> dict[str, Any]:
+        """What was done so far, for metadata.
+
+        Forward passes, rows in the largest that succeeded, padding's share of all tokens, rows done again in float32,
+        and the token budget, which is smaller than at first where memory ran out.
+        """
+        return {
+            "forward_passes": self._passes,
+            "largest_batch": self._largest,
+            "padding": 1 - self._tokens / self._padded if self._padded else 0.0,
+            RETRIED: self._retried,
+            "batch_tokens": self.batch_tokens,
+        }
+
     def _take_smaller_batches(self, tokens: int) -> None:
         self.batch_tokens = tokens
 
     def _features(self, tokens: Tokens, batch: np.ndarray) -> dict[str, Any]:
+        self._passes += 1
+        self._tokens += int(tokens.lengths[batch].sum())
+        self._padded += int(tokens.lengths[batch].max()) * len(batch)
         return tokens.padded(self._tokenizer, batch, self.accelerator.device)
 
     def _forward_exactly(self, tokens: Tokens) -> Callable[[np.ndarray], np.ndarray]:

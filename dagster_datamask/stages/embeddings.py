@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
 
 from dagster_datamask.reporting.figures import cluster_sizes_figure
-from dagster_datamask.scoring.encoders import Encoder
+from dagster_datamask.scoring.batching import ahead
+from dagster_datamask.scoring.encoders import Encoder, Prepared
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards import schemas
 from dagster_datamask.shards.cursor import Cursor, read_batches
@@ -25,7 +28,7 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish `doc_id, embedding, reason` (Arrow, float16, unit norm) of the documents that pruning left.
 
     A text that gives no finite, non-zero vector has a null embedding and a reason. With embed.documents = all every
-    row with a text that is no duplicate is embedded.
+    row with a text that is no duplicate is embedded. A batch is read and tokenised while the one before is encoded.
     """
     stage = STAGES["e5_embeddings"]
     inputs = run.inputs(stage, snapshot)
@@ -34,7 +37,9 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
     spec = selection_encoder(run.settings)
     everything = run.settings.embed.documents == "all"
 
-    def read(shard: str) -> Iterator[tuple[pa.Array, list[str | None], int]]:
+    encoder = cache(lambda: Encoder(spec, run.accelerator, run.settings.embed.batch_tokens))
+
+    def prepared(shard: str) -> Iterator[tuple[pa.Array, Prepared, int]]:
         cursor = Cursor(pruned.path(shard), ["doc_id", "decision"], EMBEDDING_ROWS)
         for batch in reader.batches(shard, ["text"]):
             decisions = cursor.take_all(batch.ids)["decision"]
@@ -42,7 +47,7 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
             if everything:
                 wanted = pa.compute.invert(pa.compute.is_in(decisions, value_set=pa.array(["bad_row", "duplicate"])))
             texts, _ = decode_column(batch.rows["text"].filter(wanted))
-            yield batch.ids.filter(wanted.combine_chunks()), texts, len(batch.ids)
+            yield batch.ids.filter(wanted.combine_chunks()), encoder().prepare(texts), len(batch.ids)
         cursor.end()
 
     keys = {**fingerprints(inputs), "encoder": spec.identity, "precision": precision(run.accelerator)}
@@ -50,8 +55,8 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
         records = map_shards(
             generation,
             raw.shards,
-            read,
-            lambda: _Embed(Encoder(spec, run.accelerator, run.settings.embed.batch_tokens)),
+            lambda shard: ahead(prepared(shard)),
+            lambda: _Embed(encoder()),
             lambda: schemas.embeddings(spec.dimension),
             ext=".arrow",
             total_rows=raw.rows,
@@ -65,7 +70,7 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
                 "" if everything else pruned.record(shard).sha256,
             ),
         )
-        return finish(
+        outcome = finish(
             generation,
             records,
             ".arrow",
@@ -77,6 +82,9 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
             },
             expected_rows=raw.rows,
         )
+    # what this run's device did is told, but is no part of what is published
+    done = encoder().work() if encoder.cache_info().currsize else {}
+    return replace(outcome, facts={**outcome.facts, **done})
 
 
 class _Embed:
@@ -84,9 +92,9 @@ class _Embed:
         self._encoder = encoder
         self._dimension = encoder.spec.dimension
 
-    def __call__(self, batch: tuple[pa.Array, list[str | None], int]) -> tuple[pa.Table, int, Counts]:
-        ids, texts, rows = batch
-        encoded = self._encoder.encode(texts)
+    def __call__(self, batch: tuple[pa.Array, Prepared, int]) -> tuple[pa.Table, int, Counts]:
+        ids, prepared, rows = batch
+        encoded = self._encoder.encode_prepared(prepared)
         missing = np.array([reason is not None for reason in encoded.reasons], dtype=bool)
         vectors = pa.FixedSizeListArray.from_arrays(
             pa.array(encoded.vectors.ravel()), self._dimension, mask=pa.array(missing)
