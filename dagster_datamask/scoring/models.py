@@ -49,12 +49,13 @@ def resolve_model(ref: str, *, filename: str | None = None, setting: str = "") -
     ref: a local file or directory; `package:<import name>[/sub/dir]`, a directory inside an installed package
     (without a sub-directory: its one SentenceTransformer directory); `<org>/<name>[:filename][@revision]` on
     the hub; or any fsspec URL of a file. filename: the file wanted of a hub repository or directory, where
-    `ref` names none. setting: the key of [models] to name in errors.
+    `ref` names none. setting: the key to name in errors, of [models] where it has no section ("dclm",
+    "source.tokenizer").
 
     Raises ModelUnavailable in one line. Nothing half-written is left where a later call could take it for a
     model.
     """
-    key = f"models.{setting}" if setting else "[models]"
+    key = setting if "." in setting else f"models.{setting}" if setting else "[models]"
     if ref.startswith(PACKAGE_PREFIX):
         found = _within(_package_directory(ref, key), filename, ref, key)
         return ResolvedModel(ref, found, content_revision(found), licence_of(found))

@@ -1,0 +1,59 @@
+"""Tokenizers by reference: `tokenizer.json`, or the vocabulary and merges of a byte-level BPE such as GPT-2's.
+
+Here: finding and loading one. Not here: what tokens are counted or compared for, and tokenizers that are trained.
+"""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from dagster_datamask.scoring.models import PACKAGE_PREFIX, ModelUnavailable, ResolvedModel, resolve_model
+
+_FILE = "tokenizer.json"
+# vocabulary and merges, as transformers and as GPT-2's authors call them
+_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
+
+
+def resolve_tokenizer(ref: str, setting: str = "source.tokenizer") -> ResolvedModel:
+    """Where the tokenizer is that `ref` names: a file, a folder, `package:<name>/<folder>`, a hub id or a URL.
+
+    setting: the key to name in errors. Raises ModelUnavailable as `resolve_model` does.
+    """
+    here = ref.startswith(PACKAGE_PREFIX) or Path(ref).expanduser().exists()
+    return resolve_model(ref, filename=None if here else _FILE, setting=setting)
+
+
+def load_tokenizer(ref: str, setting: str = "source.tokenizer") -> Tokenizer:
+    """The tokenizer of `ref`, which takes texts of any length whole.
+
+    Raises ModelUnavailable for one that is not there, and ValueError naming the file that is none.
+    """
+    found = resolve_tokenizer(ref, setting).path
+    files = [found] if found.is_file() else [found / _FILE]
+    try:
+        if files[0].is_file():
+            tokenizer = Tokenizer.from_file(str(files[0]))
+        else:
+            files = _vocabulary(found, ref, setting)
+            tokenizer = Tokenizer(models.BPE.from_file(*map(str, files)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False)
+    except ModelUnavailable:
+        raise
+    # the library raises Exception itself
+    except Exception as error:
+        named = " and ".join(map(str, files))
+        raise ValueError(f"{named}: no tokenizer of the tokenizers library ({error}); correct {setting}") from error
+    # the file may ask for either
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _vocabulary(folder: Path, ref: str, setting: str) -> list[Path]:
+    for names in _PAIRS:
+        files = [folder / name for name in names]
+        if all(file.is_file() for file in files):
+            return files
+    there = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_file())[:20]) or "no files"
+    wanted = ", or ".join((_FILE, *(" and ".join(names) for names in _PAIRS)))
+    raise ModelUnavailable(f"tokenizer {ref!r}: {folder} has no {wanted}; there: {there}; correct {setting}")
