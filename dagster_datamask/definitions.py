@@ -5,7 +5,7 @@ Importing this needs no network, no GPU, no credentials and no models; they are 
 
 import dagster as dg
 
-from dagster_datamask.assets import documents, exports, globals, reports, selection
+from dagster_datamask.assets import baselines, documents, exports, globals, reports, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import build_jobs
@@ -36,7 +36,9 @@ ASSETS: tuple[StageAsset, ...] = (
     selection.e5_embeddings,
     selection.kmeans_clusters,
     selection.corpus_selection_state,
+    baselines.near_duplicates_,
     selection.datamask_masks,
+    *baselines.BASELINES,
     selection.fineweb_mask_manifest,
     selection.fineweb_mask,
     reports.snapshot_report,

@@ -42,6 +42,7 @@ STRATEGIES = (
     "baseline_dclm_top",
     "baseline_wiki",
     "baseline_wiki_top",
+    "baseline_ultra_fineweb",
     "baseline_semdedup",
     "baseline_diversity",
     "baseline_quality",

@@ -54,6 +54,7 @@ CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
     ),
     "datamask_masks": _OF_A_MASK,
     "group_mates_selection": _OF_A_MASK[:1],
+    **{name: _OF_A_MASK for name in STAGES if name.startswith("baseline_")},
     "influence_model": (
         ("ranks_unseen_documents", False, "Predicted and measured increments of documents not trained on agree."),
     ),

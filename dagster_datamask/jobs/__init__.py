@@ -8,7 +8,7 @@ import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from dagster_datamask.settings import Settings
-from dagster_datamask.stages.base import FITTED, STAGES, lineage
+from dagster_datamask.stages.base import FITTED, STAGES, candidate_inputs, lineage
 
 FIT_GLOBAL, SCORE, EMBED, SOLVE_CORPUS, SELECT, FULL = (
     "fit_global",
@@ -18,14 +18,16 @@ FIT_GLOBAL, SCORE, EMBED, SOLVE_CORPUS, SELECT, FULL = (
     "select",
     "full",
 )
-CLEAN, BASELINES, REPORT, EXPORT = "clean", "baselines", "report", "export"
+CLEAN, FIT_BASELINES, BASELINES, REPORT, EXPORT = "clean", "fit_baselines", "baselines", "report", "export"
 
 
 def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
     """{name: job}."""
     score = of_a_snapshot(settings, "pruned_documents")
-    embed = of_a_snapshot(settings, "e5_embeddings", "kmeans_clusters")
+    embed = of_a_snapshot(settings, "kmeans_clusters", *candidate_inputs(settings))
     full = of_a_snapshot(settings)
+    extra = [name for name, stage in STAGES.items() if stage.group == "baselines"]
+    compared = [name for name in extra if STAGES[name].partitioned]
     jobs = (
         (FIT_GLOBAL, FITTED, "Resolve or train the classifiers, fix quality's constants, fit the centroids."),
         (SCORE, score, "Documents, their scores and pruning."),
@@ -38,6 +40,17 @@ def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
             "Embeddings, clusters, mask, manifest, the kept documents and the report, from published scores.",
         ),
         (FULL, full, "A snapshot from its shards to the kept documents."),
+        # what is fitted once stays out of every snapshot's runs
+        (
+            FIT_BASELINES,
+            [name for name in extra if name not in compared],
+            "The classifiers that baselines alone need, resolved or trained.",
+        ),
+        (
+            BASELINES,
+            [name for name in of_a_snapshot(settings, *compared) if name in compared or name not in full],
+            "Every selection to compare with, at the same budget, from what the job full published of the snapshot.",
+        ),
         (REPORT, ["selection_report"], "One page over all selected snapshots: figures, certificates, what is stale."),
         (EXPORT, ["dataset_card"], "The kept documents of all finished snapshots as one folder for others."),
     )

@@ -59,6 +59,14 @@ PRUNED = pa.schema(
     ]
 )
 CLUSTERS = pa.schema([("doc_id", pa.string()), ("cluster", pa.int32()), ("similarity", pa.float64())])
+NEAR_DUPLICATES = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("kept_id", pa.string()),
+        ("similarity", pa.float64()),
+        ("cluster", pa.int32()),
+    ]
+)
 MASKS = pa.schema(
     [
         ("doc_id", pa.string()),

@@ -554,6 +554,12 @@ STAGES: dict[str, Stage] = {
         ),
         _baseline("wiki_top", "Wiki reference: the documents of highest wiki score.", ("wiki_scores",)),
         _baseline(
+            "ultra_fineweb",
+            "Ultra-FineWeb: documents whose score reaches baselines.ultra_cut, drawn to the budget.",
+            ("ultra_scores",),
+            ("baselines.ultra_cut", "select.seed"),
+        ),
+        _baseline(
             "semdedup",
             "SemDeDup: the documents least like an earlier one of their cluster, epsilon solved for the budget.",
             ("kmeans_clusters",),
@@ -639,7 +645,7 @@ def active(settings: Settings) -> dict[str, Stage]:
 def fitting_job(stage: Stage) -> str:
     """The job that fits an unpartitioned asset which stages of a snapshot read."""
     if stage.group != "group_mates":
-        return "fit_global"
+        return "fit_baselines" if stage.group == "baselines" else "fit_global"
     return f"group_mates_{'continue' if stage.name.endswith('continued_model') else 'fit'}_{max(1, stage.number)}"
 
 
@@ -719,10 +725,10 @@ class Run:
         """
         stage = STAGES[name]
         published = self.store.published(name, snapshot if stage.partitioned else None)
-        if published is None and stage.group == "group_mates" and not stage.partitioned:
+        if published is None and stage.group in ("group_mates", "baselines") and not stage.partitioned:
+            order = ", or `datamask run`, which knows the order" if stage.group == "group_mates" else ""
             raise NotPublished(
-                f"{name} is not published under {self.store.root}; run the job {fitting_job(stage)} first, or "
-                "`datamask run`, which knows the order"
+                f"{name} is not published under {self.store.root}; run the job {fitting_job(stage)} first{order}"
             )
         return published or self.store.current(name, snapshot if stage.partitioned else None)
 

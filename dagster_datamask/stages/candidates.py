@@ -245,6 +245,11 @@ class Candidates:
         for rows, _ in self._rows(shard, "reason", SIDE_ROWS):
             yield rows.select(self.schema.names[:-1])
 
+    def clustered(self, shard: str) -> Iterator[pa.Table]:
+        """Tables of `schema` with each document's cluster and its cosine to the centroid (`closeness`)."""
+        for rows, found in self._rows(shard, "embedding", EMBEDDING_ROWS):
+            yield rows.append_column("embedding", found["embedding"])
+
     def ids(self) -> Iterator[list[str]]:
         for shard in self.shards:
             for table in self.counted(shard):
@@ -274,35 +279,41 @@ class Candidates:
         counter.update(dict(zip(sums["group"].to_pylist(), sums.column(1).to_pylist(), strict=True)))
 
     def _rows(self, shard: str, of_vectors: str, rows: int) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """(candidates with doc_id, quality, group, tokens; their rows of the embeddings), of scored documents."""
-        embedded, clusters = self._inputs["e5_embeddings"], self._inputs.get("kmeans_clusters")
+        """(candidates with doc_id, quality, group, tokens and, where clusters are read, cluster and closeness; their
+        rows of the embeddings), of scored documents."""
+        embedded = self._inputs["e5_embeddings"]
+        clusters, alike = self._inputs.get("kmeans_clusters"), self._inputs.get("near_duplicates")
         vectors = Cursor(embedded.path(shard), ["doc_id", of_vectors], rows)
-        nearest = None if clusters is None else Cursor(clusters.path(shard), ["doc_id", "cluster"], rows)
+        nearest = None if clusters is None else Cursor(clusters.path(shard), None, rows)
+        removed = None if alike is None else Cursor(alike.path(shard), ["doc_id", "kept_id"], rows)
         for ids, table in self._every(shard, rows):
             found, positions = vectors.take(ids)
             at = table.take(pa.array(positions))
             wanted = found[of_vectors].is_valid() if of_vectors == "embedding" else found[of_vectors].is_null()
             wanted = pc.and_(wanted, at["decision"].is_null())
+            if removed is not None:
+                looked_at, _ = removed.take(ids)
+                gone = looked_at.filter(looked_at["kept_id"].is_valid())["doc_id"].combine_chunks()
+                wanted = pc.and_not(wanted, pc.is_in(at["doc_id"], value_set=gone))
             found, at = found.filter(wanted), at.filter(wanted)
             if nearest is not None:
                 # every document with a vector has a cluster, candidates or not
                 assigned, _ = nearest.take(ids)
-                chosen = pc.is_in(assigned["doc_id"], value_set=at["doc_id"].combine_chunks())
-                names = assigned.filter(chosen)["cluster"].cast(pa.string())
-                at = at.set_column(at.schema.get_field_index("group"), "group", names)
+                assigned = assigned.filter(pc.is_in(assigned["doc_id"], value_set=at["doc_id"].combine_chunks()))
+                at = at.append_column("cluster", assigned["cluster"])
+                at = at.append_column("closeness", assigned["similarity"])
+                if self._select.quota == "cluster":
+                    names = assigned["cluster"].cast(pa.string())
+                    at = at.set_column(at.schema.get_field_index("group"), "group", names)
             yield at, found
         vectors.end()
 
     def _scored(self, shard: str, rows: int) -> Iterator[pa.Table]:
         """The documents with a quality that are no duplicates, pruned or not."""
         for _, table in self._every(shard, rows):
-            scored = pc.and_(
-                table["quality"].is_valid(),
-                pc.or_kleene(table["decision"].is_null(), pc.equal(table["decision"], "pruned")),
-            )
-            table = table.filter(pc.fill_null(scored, False))
+            table = table.filter(is_scored(table))
             if self._select.in_tokens:
-                self._check_tokens(shard, table)
+                check_tokens(self._select.budget, self.snapshot, shard, table)
             yield table
 
     def _every(self, shard: str, rows: int) -> Iterator[tuple[pa.Array, pa.Table]]:
@@ -319,18 +330,6 @@ class Candidates:
             group = pa.array([name] * len(ids), pa.string()) if domains is None else domains.take_all(ids)["group"]
             yield ids, table.append_column("group", group).append_column("tokens", tokens)
 
-    def _check_tokens(self, shard: str, table: pa.Table) -> None:
-        good = pc.fill_null(
-            pc.and_(pc.greater_equal(table["tokens"], 1), pc.less_equal(table["tokens"], MOST_TOKENS)), False
-        )
-        bad = table.filter(pc.invert(good))
-        if len(bad):
-            raise SettingsError(
-                f"select.budget = {self._select.budget} counts tokens, but of {self.snapshot}, shard {shard}, document "
-                f"{bad['doc_id'][0].as_py()!r} has token_count {bad['tokens'][0].as_py()}; it has to be 1 to "
-                f"{MOST_TOKENS:,} in every document: mend the source's token_count, or budget in documents"
-            )
-
     def _domains(self, shard: str) -> Path:
         """A file of the doc_id and domain of every row, written once: the source may be far away."""
         path = self._scratch / f"{self.snapshot}@{shard}.domains.parquet"
@@ -340,6 +339,26 @@ class Candidates:
                 for batch in reader.batches(shard, ["url"], EMBEDDING_ROWS):
                     writer.write(pa.table({"doc_id": batch.ids, "group": _hosts(batch.rows, len(batch.ids))}))
         return path
+
+
+def is_scored(pruned: pa.Table) -> pa.ChunkedArray:
+    """bool[n]: rows of pruned_documents with a quality that nothing but pruning has dropped."""
+    open_ = pc.or_kleene(pruned["decision"].is_null(), pc.equal(pruned["decision"], "pruned"))
+    return pc.fill_null(pc.and_(pruned["quality"].is_valid(), open_), False)
+
+
+def check_tokens(budget: str, snapshot: str, shard: str, table: pa.Table) -> None:
+    """Raise SettingsError naming the first document whose `tokens` a token budget cannot count."""
+    good = pc.fill_null(
+        pc.and_(pc.greater_equal(table["tokens"], 1), pc.less_equal(table["tokens"], MOST_TOKENS)), False
+    )
+    bad = table.filter(pc.invert(good))
+    if len(bad):
+        raise SettingsError(
+            f"select.budget = {budget} counts tokens, but of {snapshot}, shard {shard}, document "
+            f"{bad['doc_id'][0].as_py()!r} has token_count {bad['tokens'][0].as_py()}; it has to be 1 to "
+            f"{MOST_TOKENS:,} in every document: mend the source's token_count, or budget in documents"
+        )
 
 
 def _hosts(rows: pa.Table, count: int) -> pa.Array:
