@@ -26,7 +26,7 @@ from dagster_datamask.stages import (
     scores,
     selection_report,
 )
-from dagster_datamask.stages.base import STAGES, Outcome, Run, lineage
+from dagster_datamask.stages.base import FITTED, STAGES, Outcome, Run, lineage
 
 PROSE = (
     "the river carries cold water from the mountain to the valley because snow melts in spring",
@@ -90,10 +90,10 @@ def write_shard(
 
 
 def write_labels(folder: Path) -> Path:
-    """dclm, wiki (0/1) and edu (0..5) label files of 80 rows each."""
+    """dclm, wiki, ultra (0/1) and edu (0..5) label files of 80 rows each."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = [". ".join((PROSE if k % 2 else NOISE)[(k + j) % 4] for j in range(4)) + f" {k}" for k in range(80)]
-    for name in ("dclm", "wiki"):
+    for name in ("dclm", "wiki", "ultra"):
         pq.write_table(pa.table({"text": texts, "label": [k % 2 for k in range(80)]}), folder / f"{name}.parquet")
     grades = np.array([3.0 + k % 3 if k % 2 else k % 3 for k in range(80)], dtype=np.float64)
     pq.write_table(pa.table({"text": texts, "label": grades}), folder / "edu.parquet")
@@ -109,7 +109,7 @@ def settings_for(source: Path, root: Path, labels: Path, *overrides: str) -> Set
             "profile=demo",
             f"source.url={source}",
             f"storage.root={root}",
-            *(f"score.{part}_labels={labels / part}.parquet" for part in ("dclm", "wiki", "edu")),
+            *(f"score.{part}_labels={labels / part}.parquet" for part in ("dclm", "wiki", "edu", "ultra")),
             "score.edu_max_tokens=16",
             "score.calibration_sample=40",
             "embed.max_tokens=16",
@@ -138,7 +138,7 @@ class Project:
         return Project(self.settings.replace(values), self.log)
 
     def fit_global(self) -> None:
-        for name in ("quality_classifiers", "quality_calibration", "kmeans_centroids"):
+        for name in FITTED:
             self.stage(name, "")
 
     def full(self, snapshot: str) -> dict[str, Outcome]:
@@ -147,13 +147,17 @@ class Project:
     def stage(self, name: str, snapshot: str) -> Outcome:
         run, source = self.run(), self.source
         steps = {
-            "quality_classifiers": lambda: classifiers.quality_classifiers(run),
+            "dclm_classifier": lambda: classifiers.classifier(run, "dclm"),
+            "edu_classifier": lambda: classifiers.classifier(run, "edu"),
+            "wiki_classifier": lambda: classifiers.classifier(run, "wiki"),
+            "ultra_classifier": lambda: classifiers.classifier(run, "ultra"),
             "quality_calibration": lambda: calibration.quality_calibration(run, source),
             "kmeans_centroids": lambda: calibration.kmeans_centroids(run),
             "raw_shards": lambda: ingest.raw_shards(run, source, snapshot),
             "dclm_scores": lambda: scores.scores(run, source, snapshot, "dclm"),
             "edu_scores": lambda: scores.scores(run, source, snapshot, "edu"),
             "wiki_scores": lambda: scores.scores(run, source, snapshot, "wiki"),
+            "ultra_scores": lambda: scores.scores(run, source, snapshot, "ultra"),
             "quality_scores": lambda: quality.quality_scores(run, snapshot),
             "pruned_documents": lambda: quality.pruned_documents(run, snapshot),
             "e5_embeddings": lambda: embeddings.e5_embeddings(run, source, snapshot),

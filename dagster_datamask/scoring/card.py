@@ -57,9 +57,9 @@ def model_card(name: str, report: dict[str, Any], *, data: str, data_revision: s
         f"`{data}`, content `{data_revision}`: {report['n_train']} rows trained on, {report['n_heldout']} held out, "
         f"{report['n_without_text']} left out for want of text. The held-out rows are chosen by a keyed hash of the "
         "text, so equal texts are on one side.",
-        _table(("label", "rows"), report["labels"].items()),
+        _table(("label", "rows"), sorted(report["labels"].items())),
         "## Training",
-        _table(("setting", "value"), [("seed", report["seed"]), *report["settings"].items()]),
+        _table(("setting", "value"), [("seed", report["seed"]), *sorted(report["settings"].items())]),
         _table(("library", "version"), library_versions(kind).items()),
         "## Held-out rows",
         positive,

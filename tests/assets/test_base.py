@@ -104,7 +104,7 @@ class TestOneRun:
     def test_figures_are_png_images_in_markdown(self, ran: Ran) -> None:
         drawn = {name: images(metadata(ran.full[FIRST], name)) for name in SNAPSHOT_STAGES}
         assert drawn["datamask_masks"] and drawn["fineweb_mask_manifest"] and drawn["quality_scores"]
-        assert images(metadata(ran.fit, "quality_classifiers"))
+        assert images(metadata(ran.fit, "dclm_classifier"))
         for name, figures in drawn.items():
             for figure in figures:
                 text = str(metadata(ran.full[FIRST], name)[figure].value)
@@ -155,11 +155,10 @@ class TestAgain:
         done = [path.with_suffix("").with_suffix("") for path in Path(own_root.storage.root).rglob("*.done.json")]
         files = {path: path.stat().st_mtime_ns for path in done}
         assert len(files) > 2 * len(SNAPSHOT_STAGES)
-        classifiers = store(own_root).current("quality_classifiers")
-        models = ("dclm.bin", "wiki.bin", "edu.json")
-        for model in models:
-            (classifiers.folder / model).write_bytes(b"no model")
-            del files[classifiers.folder / model]
+        for part, model in (("dclm", "dclm.bin"), ("wiki", "wiki.bin"), ("edu", "edu.json")):
+            path = store(own_root).current(f"{part}_classifier").folder / model
+            path.write_bytes(b"no model")
+            del files[path]
         with dg.DagsterInstance.ephemeral() as instance:
             result = execute(own_root, instance, "full", FIRST)
         assert result.success
@@ -253,7 +252,7 @@ class TestFailures:
             result = execute(settings, instance, "score", FIRST)
             assert materialised(result) == {"raw_shards"}
         message = failure(result, "dclm_scores")
-        assert "quality_classifiers is not published" in message and "run the job fit_global first" in message
+        assert "dclm_classifier is not published" in message and "run the job fit_global first" in message
 
     def test_a_budget_above_what_is_left_names_both_numbers(self, own_root: Settings) -> None:
         with dg.DagsterInstance.ephemeral() as instance:

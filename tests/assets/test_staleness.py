@@ -54,10 +54,18 @@ def test_all_is_fresh_after_a_complete_run(ran: Ran) -> None:
         (
             {"score.edu_max_tokens": 32},
             {
-                *("quality_classifiers", "quality_calibration", "kmeans_centroids"),
-                *(set(SNAPSHOT_STAGES) - {"raw_shards"}),
+                *("edu_classifier", "quality_calibration", "kmeans_centroids"),
+                *(set(SNAPSHOT_STAGES) - {"raw_shards", "dclm_scores", "wiki_scores"}),
             },
         ),
+        (
+            {"models.wiki_label": "__label__other"},
+            {
+                *("wiki_classifier", "quality_calibration", "kmeans_centroids"),
+                *(set(SNAPSHOT_STAGES) - {"raw_shards", "dclm_scores", "edu_scores"}),
+            },
+        ),
+        ({"models.ultra_label": "__label__other", "compute.processes": 3}, set()),
         ({"cluster.k": 3}, {"kmeans_centroids", "kmeans_clusters", *FROM_MANIFEST}),
         ({"storage.root": "/elsewhere", "compute.memory_limit_gb": 4.0}, set()),
     ],
@@ -95,17 +103,50 @@ def test_a_replaced_shard_makes_its_own_snapshot_stale_once_its_rows_are_read_ag
         assert not_fresh(settings, instance, FIRST) == {}
 
 
-def test_a_new_classifier_changes_its_own_scores_and_what_follows(own_root: Settings, tmp_path: Path) -> None:
-    """The three classifiers are one asset, so Dagster looks at all three scores again; two find theirs as they were."""
-    table = pq.read_table(own_root.score.edu_labels)
-    labels = tmp_path / "edu.parquet"
-    pq.write_table(table.slice(0, 60), labels)
-    changed = own_root.replace({"score.edu_labels": str(labels)})
+@pytest.mark.parametrize("part", ["dclm", "edu", "wiki"])
+def test_a_new_version_of_a_model_makes_exactly_its_scores_stale(own_root: Settings, tmp_path: Path, part: str) -> None:
+    """The label file changes under one name: no setting and no code moves, the content of the model alone."""
+    labels = tmp_path / f"{part}.parquet"
+    shutil.copyfile(own_root.score.model_dump()[f"{part}_labels"], labels)
+    settings = own_root.replace({f"score.{part}_labels": str(labels)})
     store = Store(Path(own_root.storage.root))
-    before = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
     with dg.DagsterInstance.ephemeral() as instance:
-        assert execute(changed, instance, "fit_global").success
-        assert execute(changed, instance, "full", FIRST).success
-        assert not_fresh(changed, instance, FIRST) == {}
-    after = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
-    assert {name for name in before if before[name] == after[name]} == {"raw_shards", "dclm_scores", "wiki_scores"}
+        assert execute(settings, instance, "fit_global").success
+        assert execute(settings, instance, "full", FIRST).success
+        assert not_fresh(settings, instance, FIRST) == {}
+        before = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
+        pq.write_table(pq.read_table(labels).slice(0, 60), labels)
+        assert execute(settings, instance, "fit_global", only=[f"{part}_classifier"]).success
+        # changed data shows where it is read; what reads that follows as soon as it changes in turn
+        assert set(not_fresh(settings, instance, FIRST)) == {f"{part}_scores", "quality_calibration"}
+        assert execute(settings, instance, "fit_global").success
+        assert execute(settings, instance, "full", FIRST).success
+        assert not_fresh(settings, instance, FIRST) == {}
+        after = {name: store.current(name, FIRST).fingerprint for name in SNAPSHOT_STAGES}
+    others = {f"{other}_scores" for other in ("dclm", "edu", "wiki") if other != part}
+    assert {name for name in before if before[name] == after[name]} >= {"raw_shards", *others}
+    assert before[f"{part}_scores"] != after[f"{part}_scores"]
+
+
+def test_a_new_ultra_fineweb_model_makes_its_scores_stale_and_nothing_that_selects(
+    own_root: Settings, tmp_path: Path
+) -> None:
+    labels = tmp_path / "ultra.parquet"
+    shutil.copyfile(own_root.score.ultra_labels, labels)
+    settings = own_root.replace({"score.ultra_labels": str(labels)})
+    job = build_definitions(settings).resolve_implicit_global_asset_job_def()
+
+    def make(instance: dg.DagsterInstance, name: str, snapshot: str | None = None) -> None:
+        of_one = job.get_subset(asset_selection={dg.AssetKey(name)})
+        assert of_one.execute_in_process(instance=instance, partition_key=snapshot).success
+
+    ultra = {"ultra_classifier", "ultra_scores"}
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert execute(settings, instance, "fit_global").success
+        assert execute(settings, instance, "full", FIRST).success
+        make(instance, "ultra_classifier")
+        make(instance, "ultra_scores", FIRST)
+        assert not_fresh(settings, instance, FIRST, ultra) == {}
+        pq.write_table(pq.read_table(labels).slice(0, 60), labels)
+        make(instance, "ultra_classifier")
+        assert set(not_fresh(settings, instance, FIRST, ultra)) == {"ultra_scores"}

@@ -7,7 +7,7 @@ from dagster_datamask.definitions import build_definitions
 from dagster_datamask.settings import load_settings
 from dagster_datamask.stages.base import STAGES
 
-GLOBAL = {"quality_classifiers", "quality_calibration", "kmeans_centroids"}
+GLOBAL = {"dclm_classifier", "edu_classifier", "wiki_classifier", "quality_calibration", "kmeans_centroids"}
 SCORE = {"raw_shards", "dclm_scores", "edu_scores", "wiki_scores", "quality_scores", "pruned_documents"}
 SELECT = {
     *("e5_embeddings", "kmeans_clusters", "datamask_masks", "fineweb_mask_manifest", "fineweb_mask"),

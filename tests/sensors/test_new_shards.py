@@ -260,7 +260,7 @@ class TestFitFirst:
         reason = unfitted.tick()
         assert isinstance(reason, str)
         assert reason.startswith(f"waiting for fit_global (run {run_id})")
-        assert "quality_classifiers (missing)" in reason
+        assert "dclm_classifier (missing)" in reason
 
     def test_a_failed_fit_is_told_and_not_repeated_for_ever(self, unfitted: Daemon) -> None:
         run_id = self.start(unfitted, dg.DagsterRunStatus.FAILURE)

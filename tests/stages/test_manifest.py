@@ -125,7 +125,7 @@ def test_other_labels_make_another_classifier(made: Project, tmp_path: Path) -> 
     table = pq.read_table(labels)
     pq.write_table(table.slice(1), labels)
     changed = made.with_settings(**{"score.dclm_labels": str(labels)})
-    assert "quality_classifiers: made with another model" in refused(changed)
+    assert "dclm_classifier: made with another model" in refused(changed)
     moved = made.with_settings(**{"score.dclm_labels": str(write_labels(tmp_path / "moved") / "dclm.parquet")})
     assert moved.stage("fineweb_mask_manifest", SNAPSHOT).published is not None
 
