@@ -37,6 +37,7 @@ ASSETS: tuple[StageAsset, ...] = (
     selection.kmeans_clusters,
     selection.corpus_selection_state,
     baselines.near_duplicates_,
+    baselines.exact_substrings,
     selection.datamask_masks,
     *baselines.BASELINES,
     selection.fineweb_mask_manifest,

@@ -59,6 +59,18 @@ PRUNED = pa.schema(
     ]
 )
 CLUSTERS = pa.schema([("doc_id", pa.string()), ("cluster", pa.int32()), ("similarity", pa.float64())])
+# spans: bytes [start, end) of the text that an earlier one has, to be cut out; bytes: of the whole text
+SUBSTRINGS = pa.schema(
+    [
+        ("doc_id", pa.string()),
+        ("spans", pa.list_(pa.struct([("start", pa.int64()), ("end", pa.int64())]))),
+        ("bytes", pa.int64()),
+        ("removed_bytes", pa.int64()),
+        ("removed_tokens", pa.int64()),
+        ("first_doc", pa.string()),
+        ("reason", pa.string()),
+    ]
+)
 NEAR_DUPLICATES = pa.schema(
     [
         ("doc_id", pa.string()),

@@ -32,6 +32,7 @@ _LOCATIONS = frozenset(
         "score.edu_labels",
         "score.ultra_labels",
         "export.tokenizer",
+        "source.tokenizer",
         "group_mates.checkpoint",
         "group_mates.tokenizer",
         "group_mates.reference",
@@ -458,6 +459,14 @@ STAGES: dict[str, Stage] = {
             ("pruned_documents", "e5_embeddings", "kmeans_clusters"),
             "cleaning",
             "SemDeDup: surviving documents that say what one that is kept says, by cosine within a cluster.",
+        ),
+        Stage(
+            "exact_substrings",
+            "1",
+            ("baselines.gneissweb_tokens", "source.tokenizer"),
+            ("raw_shards",),
+            "cleaning",
+            "Spans of at least so many tokens that an earlier document of the shard has, for GneissWeb to cut out.",
         ),
         Stage(
             "warmup_model",
