@@ -4,7 +4,7 @@ The sample is drawn from source shards by keyed hash and kept, text included, in
 constants and centroids can be explained and refitted, and no snapshot run can move them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ _SAMPLE = pa.schema(
 _CENTROID = "centroid"
 _MAX_CLUSTERS = 10_000
 _SAMPLED_TEXT_ROWS = 1000
+_PURPOSE = "sample"
 
 
 def quality_calibration(run: Run, source: Source) -> Outcome:
@@ -52,14 +53,22 @@ def quality_calibration(run: Run, source: Source) -> Outcome:
 
     Raises SourceError, and BadShard with on_bad_shard = fail; else shards that cannot be read are passed over.
     """
+    return passing_over_bad_shards(run, "quality_calibration", lambda bad: _calibrate(run, source, bad))
+
+
+def passing_over_bad_shards(run: Run, what: str, compute: Callable[[set[str]], Outcome]) -> Outcome:
+    """compute(paths to pass over), again and again until no further shard proves to be unreadable.
+
+    Raises BadShard with on_bad_shard = fail.
+    """
     bad: set[str] = set()
     while True:
         try:
-            return _calibrate(run, source, bad)
+            return compute(bad)
         except BadShard as error:
             if run.settings.source.on_bad_shard == "fail":
                 raise
-            run.log(f"quality_calibration: passed over: {error}")
+            run.log(f"{what}: passed over: {error}")
             bad.add(error.path)
 
 
@@ -67,19 +76,18 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
     stage = STAGES["quality_calibration"]
     settings = run.settings.score
     classifiers = {part: run.store.current(classifier_of(part)) for part in PARTS}
-    picked = _pick(source, settings.calibration_snapshots or source.filled(), settings.calibration_sample, bad)
+    picked = pick_groups(
+        source, settings.calibration_snapshots or source.filled(), settings.calibration_sample, bad, _PURPOSE
+    )
     inputs = {
         **{classifier.asset: classifier.fingerprint for classifier in classifiers.values()},
         "precision": precision(run.accelerator),
-        # the footer and not the path or the time, so that a copy of the source gives the same generation
-        "sample": digest(
-            *(f"{snap}/{shard.name} {source.footer(shard).digest} {groups}" for snap, shard, groups in picked), size=16
-        ).hex(),
+        "sample": picked_identity(source, picked),
     }
     with run.generation(stage, None, inputs) as generation:
         record = generation.record(SAMPLE_FILE, "")
         if record is None:
-            rows = _sample(source, picked, settings.calibration_sample)
+            rows = sample_texts(source, picked, settings.calibration_sample, _PURPOSE)
             scorers = {part: open_scorer(classifiers[part], run.settings, run.accelerator) for part in PARTS}
             progress = run.progress(stage, None)
             with table_file(generation.folder / SAMPLE_FILE, _SAMPLE, _SAMPLED_TEXT_ROWS) as writer:
@@ -111,10 +119,13 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
         )
 
 
-def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> list[tuple[str, Shard, list[int]]]:
+Picked = list[tuple[str, Shard, list[int]]]
+
+
+def pick_groups(source: Source, snapshots: list[str], rows: int, bad: set[str], purpose: str) -> Picked:
     """Row groups that hold about twice `rows` rows, spread over the snapshots by keyed hash of their names.
 
-    Shards whose path is in `bad` are passed over.
+    Shards whose path is in `bad` are passed over. purpose: keys the hash, so that two samples are independent.
     """
     known = source.snapshots()
     for snapshot in snapshots:
@@ -123,7 +134,7 @@ def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> lis
                 f"score.calibration_snapshots: {snapshot!r} is not in {source.url}; there are: {', '.join(known)}"
             )
     shards = [(snap, shard) for snap in snapshots for shard in source.shards(snap) if shard.path not in bad]
-    order = np.argsort(hash64([f"{snap}/{shard.name}" for snap, shard in shards], 0, "sample"), kind="stable")
+    order = np.argsort(hash64([f"{snap}/{shard.name}" for snap, shard in shards], 0, purpose), kind="stable")
     chosen: dict[int, list[int]] = {}
     found = 0
     for index in order:
@@ -134,7 +145,7 @@ def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> lis
             sizes = [parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups)]
         # a share of each shard, so that one large shard never stands for all of them
         share = max(1, -(-2 * rows // len(shards)))
-        groups = np.argsort(hash64([f"{snapshot}/{shard.name}/{g}" for g in range(len(sizes))], 0, "sample"))
+        groups = np.argsort(hash64([f"{snapshot}/{shard.name}/{g}" for g in range(len(sizes))], 0, purpose))
         for group in groups:
             if share <= 0:
                 break
@@ -144,15 +155,25 @@ def _pick(source: Source, snapshots: list[str], rows: int, bad: set[str]) -> lis
     return [(*shards[index], sorted(groups)) for index, groups in sorted(chosen.items())]
 
 
-def _sample(source: Source, picked: list[tuple[str, Shard, list[int]]], rows: int) -> pa.Table:
+def picked_identity(source: Source, picked: Picked) -> str:
+    """32 hex digits over the picked row groups: footers and not paths or times, so that a copy of the source gives the
+    same."""
+    return digest(
+        *(f"{snap}/{shard.name} {source.footer(shard).digest} {groups}" for snap, shard, groups in picked), size=16
+    ).hex()
+
+
+def sample_texts(source: Source, picked: Picked, rows: int, purpose: str) -> pa.Table:
     """The `rows` documents of the picked row groups with the smallest keyed hash, as snapshot, doc_id, text."""
     best: pa.Table | None = None
     for snapshot, shard, groups in picked:
         for batch in _batches(source, snapshot, shard, groups):
             best = batch if best is None else pa.concat_tables([best, batch])
             if len(best) > 2 * rows + BATCH_ROWS:
-                best = _smallest(best, rows)
-    return _smallest(best, rows) if best is not None else _SAMPLE.empty_table().select(["snapshot", "doc_id", "text"])
+                best = _smallest(best, rows, purpose)
+    if best is None:
+        return _SAMPLE.empty_table().select(["snapshot", "doc_id", "text"])
+    return _smallest(best, rows, purpose)
 
 
 def _batches(source: Source, snapshot: str, shard: Shard, groups: list[int]) -> Iterator[pa.Table]:
@@ -173,8 +194,8 @@ def _batches(source: Source, snapshot: str, shard: Shard, groups: list[int]) -> 
             )
 
 
-def _smallest(table: pa.Table, rows: int) -> pa.Table:
-    keys = hash64(table["doc_id"].to_pylist(), 0, "sample")
+def _smallest(table: pa.Table, rows: int, purpose: str) -> pa.Table:
+    keys = hash64(table["doc_id"].to_pylist(), 0, purpose)
     order = np.lexsort((np.array(table["snapshot"].to_pylist(), dtype=object), keys))
     return table.take(pa.array(order[:rows]))
 
