@@ -22,14 +22,14 @@ from dagster_datamask.shards.generations import Published, total_counts
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
-from dagster_datamask.stages.base import FITTED, STAGES, Check, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish, lineage, mask_of
 from dagster_datamask.stages.calibration import selection_encoder
+from dagster_datamask.stages.candidates import is_scored
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 
-STRATEGY = "datamask"
 SIDECAR = "manifest.json"
 _TEXT_GROUP_ROWS = 1000
 
@@ -37,20 +37,27 @@ _TEXT_GROUP_ROWS = 1000
 def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
     """Publish one row per readable input row, and `manifest.json`: settings, models, fingerprints, budget, certificate.
 
+    What is kept is what the mask of select.strategy selects, be it pruned or not; a row that the mask does not speak of
+    keeps its earlier decision.
     A failing blocking check keeps it unpublished where an input was made under settings other than those in force.
     """
     stage = STAGES["fineweb_mask_manifest"]
     inputs = run.inputs(stage, snapshot)
-    raw = inputs["raw_shards"]
+    raw, mask = inputs["raw_shards"], inputs[mask_of(run.settings)]
     foreign = foreign_settings(run, snapshot, inputs)
+    chosen, in_force = (settings.select.strategy for settings in (run.settings, run.in_force))
+    if chosen != in_force:
+        foreign.append(f"{stage.name}: select.strategy = {chosen!r} (in force: {in_force!r})")
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
         whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
         partial = {
             "e5_embeddings": Cursor(inputs["e5_embeddings"].path(shard), ["doc_id", "reason"], SIDE_ROWS),
             "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, SIDE_ROWS),
-            "datamask_masks": Cursor(inputs["datamask_masks"].path(shard), None, SIDE_ROWS),
+            mask.asset: Cursor(mask.path(shard), None, SIDE_ROWS),
         }
+        if "near_duplicates" in inputs:
+            partial["near_duplicates"] = Cursor(inputs["near_duplicates"].path(shard), None, SIDE_ROWS)
         for table in read_batches(raw.path(shard), None, SIDE_ROWS):
             ids = table["doc_id"].combine_chunks()
             yield {
@@ -67,7 +74,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             generation,
             raw.shards,
             read,
-            lambda: lambda batch: _decide(batch, snapshot),
+            lambda: lambda batch: _decide(batch, snapshot, chosen, mask.asset),
             MANIFEST,
             ext=".parquet",
             total_rows=raw.rows,
@@ -77,15 +84,15 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
         facts = {
             **{decision: counts[decision] for decision in DECISIONS},
             "tokens_kept": _tokens_kept(generation.folder, raw),
-            **_selection_facts(inputs["datamask_masks"]),
+            "strategy": chosen,
+            **_selection_facts(mask),
         }
         write_json(generation.folder / SIDECAR, _sidecar(run, snapshot, inputs, counts, facts))
         same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
-        masks = inputs["datamask_masks"].facts
         kept = Check(
             "kept_equals_budget",
-            (counts["kept"], facts["tokens_kept"]) == (masks["kept"], masks["tokens"])
-            if masks["unit"] == "tokens"
+            (counts["kept"], facts["tokens_kept"]) == (mask.facts["kept"], mask.facts["tokens"])
+            if mask.facts["unit"] == "tokens"
             else counts["kept"] == facts["budget"] - facts["short_by"],
             True,
             {name: facts[name] for name in ("kept", "tokens_kept", "budget", "short_by", "unit")},
@@ -104,34 +111,43 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
 _SCORES = ("dclm_scores", "edu_scores", "wiki_scores")
 
 
-def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Counts]:
+def _decide(batch: Mapping[str, Any], snapshot: str, strategy: str, mask: str) -> tuple[pa.Table, int, Counts]:
     raw, pruned = batch["raw"], batch["pruned_documents"]
     rows = len(raw)
     decisions = np.array(pruned["decision"].to_pylist(), dtype=object)
     reasons = np.array(pruned["reason"].to_pylist(), dtype=object)
     stages = np.array(pruned["stage"].to_pylist(), dtype=object)
     embedded, at_vectors = batch["e5_embeddings"]
-    masks, at_masks = batch["datamask_masks"]
+    masks, at_masks = batch[mask]
     survives = pruned["decision"].is_null().to_numpy()
-    has_vector = np.zeros(rows, dtype=bool)
     why = np.array(embedded["reason"].to_pylist(), dtype=object)
     bad = np.array([reason is not None for reason in why], dtype=bool)
-    has_vector[at_vectors[~bad]] = True
     failed = at_vectors[bad]
     lost = survives[failed]
     decisions[failed[lost]], stages[failed[lost]] = "bad_embedding", "e5_embeddings"
     reasons[failed[lost]] = why[bad][lost]
+    choosable = is_scored(pruned).to_numpy()
+    if "near_duplicates" in batch:
+        alike, at_alike = batch["near_duplicates"]
+        gone = alike["kept_id"].is_valid().to_numpy()
+        removed = at_alike[gone]
+        decisions[removed], stages[removed] = "duplicate", "near_duplicates"
+        kept_ids, cosines = (alike[name].filter(pa.array(gone)).to_pylist() for name in ("kept_id", "similarity"))
+        reasons[removed] = [f"near-duplicate of {i}, cosine {c:.4f}" for i, c in zip(kept_ids, cosines, strict=True)]
+        choosable[removed] = False
     in_mask = np.zeros(rows, dtype=bool)
     in_mask[at_masks] = True
-    if (in_mask != (survives & has_vector)).any():
-        row = int(np.flatnonzero(in_mask != (survives & has_vector))[0])
+    undecided = np.array([decision is None for decision in decisions], dtype=bool)
+    wrong = np.flatnonzero((in_mask & ~choosable) | (undecided & ~in_mask))
+    if wrong.size:
+        row = int(wrong[0])
         raise ValueError(
-            f"datamask_masks and e5_embeddings disagree on doc_id {raw['doc_id'][row].as_py()!r} of shard "
-            f"{batch['shard']}; materialise datamask_masks again"
+            f"{mask} {'has' if in_mask[row] else 'lacks'} a row of doc_id {raw['doc_id'][row].as_py()!r} of shard "
+            f"{batch['shard']}, whose decision before it is {decisions[row] or 'open'}; materialise {mask} again"
         )
     selected = masks["selected"].to_numpy()
     decisions[at_masks] = np.where(selected, "kept", "not_selected")
-    stages[at_masks] = "datamask_masks"
+    stages[at_masks] = mask
     reasons[at_masks] = np.array(masks["reason"].to_pylist(), dtype=object)
     clusters, at_clusters = batch["kmeans_clusters"]
     table = pa.table(
@@ -140,7 +156,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
             "snapshot": [snapshot] * rows,
             "shard": [batch["shard"]] * rows,
             "row": raw["row"],
-            "strategy": [STRATEGY] * rows,
+            "strategy": [strategy] * rows,
             "decision": decisions.tolist(),
             "stage": stages.tolist(),
             "reason": reasons.tolist(),
@@ -158,29 +174,30 @@ def _decide(batch: Mapping[str, Any], snapshot: str) -> tuple[pa.Table, int, Cou
 
 def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> list[str]:
     """What of the inputs was made under other settings or models than those of datamask.toml, in words."""
-    lineage = {**inputs, **{name: run.store.current(name) for name in FITTED}}
-    now = {name: published.fingerprint for name, published in lineage.items()}
-    if STATE in inputs["datamask_masks"].inputs:
-        lineage[STATE] = run.store.current(STATE)
-        entry = read_state(lineage[STATE])["snapshots"].get(snapshot)
+    # the state of the corpus matters to masks that are a part of it
+    names = [name for name in lineage(inputs, run.settings) if name != STATE or _of_state(run, inputs)]
+    made = {name: inputs.get(name) or run.current(name, snapshot) for name in names}
+    now = {name: published.fingerprint for name, published in made.items()}
+    if STATE in made:
+        entry = read_state(made[STATE])["snapshots"].get(snapshot)
         # a later round leaves this snapshot's masks as they are
         now[STATE] = "" if entry is None else part_identity(snapshot, entry)
     foreign = [
         f"{name}: {key} = {published.settings.get(key)!r} (in force: {value!r})"
-        for name, published in sorted(lineage.items())
+        for name, published in sorted(made.items())
         for key, value in STAGES[name].identity(run.in_force).items()
         if published.settings.get(key) != value
     ]
-    classifiers = {part: lineage[classifier_of(part)] for part in PARTS}
+    classifiers = {part: made[classifier_of(part)] for part in (*PARTS, "ultra") if classifier_of(part) in made}
     foreign += [
         f"{name}: made with another generation of {ancestor}"
-        for name, published in sorted(lineage.items())
+        for name, published in sorted(made.items())
         for ancestor, fingerprint in sorted(published.inputs.items())
         if now.get(ancestor, fingerprint) != fingerprint
     ]
     foreign += [
         f"{name}: made by version {published.code_version} of the code (in force: {STAGES[name].version})"
-        for name, published in sorted(lineage.items())
+        for name, published in sorted(made.items())
         if published.code_version != STAGES[name].version
     ]
     # revisions alone: a manifest written on a CPU accepts vectors made on a GPU
@@ -190,14 +207,18 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
                 {key: value for key, value in inputs.items() if key != "precision"}
                 for inputs in (classifiers[part].inputs, classifier_inputs(run.in_force, part, run.accelerator))
             )
-            for part in PARTS
+            for part in classifiers
         },
         "e5_embeddings": (inputs["e5_embeddings"].inputs["encoder"], selection_encoder(run.in_force).identity),
     } | {
-        f"{part}_scores": (inputs[f"{part}_scores"].facts["model_revision"], classifiers[part].facts["revision"])
-        for part in PARTS
+        f"{part}_scores": (made[f"{part}_scores"].facts["model_revision"], classifiers[part].facts["revision"])
+        for part in classifiers
     }
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
+
+
+def _of_state(run: Run, inputs: Mapping[str, Published]) -> bool:
+    return STATE in inputs[mask_of(run.settings)].inputs
 
 
 def _selection_facts(masks: Published) -> dict[str, Any]:
@@ -247,23 +268,26 @@ def _sidecar(
     run: Run, snapshot: str, inputs: Mapping[str, Published], counts: Counter[str], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What the selection was made from. No times, hosts or paths: equal inputs give an equal sidecar."""
-    masks = inputs["datamask_masks"]
-    others = ("quality_calibration", "kmeans_centroids", *((STATE,) if STATE in masks.inputs else ()))
-    frozen = {name: run.store.current(name) for name in others}
-    everything = {**inputs, **frozen}
+    masks = inputs[mask_of(run.settings)]
+    direct = (name for name in STAGES[masks.asset].needs(run.settings) if name != STATE or _of_state(run, inputs))
+    others = ("quality_calibration", "kmeans_centroids", *direct)
+    everything = {**{name: run.current(name, snapshot) for name in others}, **inputs}
     settings: dict[str, Any] = {}
     for published in everything.values():
         settings |= published.settings
     return {
         "snapshot": snapshot,
-        "strategy": STRATEGY,
+        "strategy": run.settings.select.strategy,
         "code_versions": {name: published.code_version for name, published in everything.items()},
         "settings": dict(sorted(settings.items())),
         "seeds": {key: value for key, value in sorted(settings.items()) if key.endswith(".seed")},
         "models": {
             **{
-                part: {name: inputs[f"{part}_scores"].facts[name] for name in ("model", "model_ref", "model_revision")}
-                for part in PARTS
+                asset.removesuffix("_scores"): {
+                    name: published.facts[name] for name in ("model", "model_ref", "model_revision")
+                }
+                for asset, published in everything.items()
+                if "model_revision" in published.facts
             },
             "encoder": inputs["e5_embeddings"].facts["encoder"],
         },

@@ -44,12 +44,14 @@ def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
     force. Raises InconsistentFiles where inputs were made from different generations, or a source shard was rewritten.
     """
     stage = STAGES["snapshot_report"]
-    every = run.inputs(stage, snapshot, sorted({*stage.inputs, *STAGES["fineweb_mask_manifest"].inputs}))
+    every = run.inputs(
+        stage, snapshot, sorted({*stage.needs(run.settings), *STAGES["fineweb_mask_manifest"].needs(run.settings)})
+    )
     foreign = foreign_settings(run, snapshot, every)
     same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
     if foreign:
         return Outcome(None, 0, {}, checks=(same,))
-    inputs = {name: every[name] for name in stage.inputs}
+    inputs = {name: every[name] for name in stage.needs(run.settings)}
     others = _others(run.store, snapshot)
     manifest = inputs["fineweb_mask_manifest"]
     with run.generation(stage, snapshot, fingerprints(inputs) | fingerprints(others)) as generation:
