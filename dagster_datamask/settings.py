@@ -392,7 +392,7 @@ class GroupMatesSettings(Section):
     held_out: str = Field("", description="the same for the loss that nothing is chosen by; empty: not measured")
     reference_documents: int = Field(32, ge=1, description="of each of the two, at most (128)")
     probe_documents: int = Field(2000, ge=2, description="documents probed, of quality_calibration's survivors (82k)")
-    trajectories: int = Field(400, ge=1, description="random rollouts (20k)")
+    trajectories: int = Field(400, ge=4, description="random rollouts (20k)")
     bootstrap_trajectories: int = Field(200, ge=0, description="rollouts by the first influence model (20k)")
     steps: int = Field(10, ge=1, description="T, documents of a rollout (10)")
     k: int = Field(5, ge=1, description="a bootstrap step draws from so many lowest and highest (5)")
