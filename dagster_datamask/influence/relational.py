@@ -29,7 +29,7 @@ from threadpoolctl import threadpool_limits
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, run, tokenise
+from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, Tokens, run, tokenise
 from dagster_datamask.scoring.encoders import EncoderSpec
 from dagster_datamask.selection.objectives import BadInput, map_blocks, name_documents
 from dagster_datamask.selection.vectors import as_single
@@ -554,10 +554,14 @@ class Backbone:
     def describe(self) -> dict[str, Any]:
         return {"prefix": self.prefix, "max_length": self.max_length}
 
-    def tokens(self, texts: Sequence[str]) -> Any:
+    def tokens(self, texts: Sequence[str]) -> Tokens:
+        """Raises BadInput naming the first row that has no text."""
+        missing = next((i for i, text in enumerate(texts) if not isinstance(text, str)), None)
+        if missing is not None:
+            raise BadInput(f"row {missing}: there is no text; leave it out")
         return tokenise(self.model.tokenizer, [self.prefix + text for text in texts], self.max_length)
 
-    def forward(self, tokens: Any, rows: np.ndarray) -> "torch.Tensor":
+    def forward(self, tokens: Tokens, rows: np.ndarray) -> "torch.Tensor":
         """[len(rows), d] sentence embeddings, with their gradients."""
         batch = tokens.padded(self.model.tokenizer, rows, self.accelerator.device)
         return self.model(batch)["sentence_embedding"].float()
@@ -616,12 +620,13 @@ class _Trainer:
 
         self.data, self.options, self.device = data, options, accelerator.device
         self.identity = encoder if isinstance(encoder, str) else encoder.identity
-        self.backbone, self.tokens = None, None
+        self.backbone = None
         if options.backbone == "fine_tuned" and not isinstance(encoder, str):
             if isinstance(features, np.ndarray):
                 raise ValueError("backbone = 'fine_tuned' trains the encoder, so its features are texts, not vectors")
             self.backbone = Backbone.of(encoder, accelerator)
-            self.tokens = self.backbone.tokens(features)
+            self.used = np.unique(data.trajectories)
+            self.tokens = self.backbone.tokens([features[i] for i in self.used.tolist()])
             dimension = encoder.dimension
         else:
             if not isinstance(features, np.ndarray) or features.ndim != 2:
@@ -663,15 +668,16 @@ class _Trainer:
             total = 0.0
             for a in range(0, order.size, options.batch):
                 rows = order[a : a + options.batch]
-                target = torch.from_numpy(labels[rows]).float().to(self.device)
-                error = (self.predict(self.data.trajectories[rows]) - target.nan_to_num(0.0, 0.0, 0.0)) ** 2
-                loss = torch.where(target.isfinite(), error, 0.0).sum() / rows.size
                 optimizer[0].zero_grad()
-                loss.backward()
+                for part in self._pieces(rows):
+                    target = torch.from_numpy(labels[part]).float().to(self.device)
+                    error = (self.predict(self.data.trajectories[part]) - target.nan_to_num(0.0, 0.0, 0.0)) ** 2
+                    loss = torch.where(target.isfinite(), error, 0.0).sum() / rows.size
+                    loss.backward()
+                    total += float(loss.detach()) * rows.size
                 optimizer[0].step()
                 optimizer[1].step()
                 self._stay_inside()
-                total += float(loss.detach()) * rows.size
             if not np.isfinite(total):
                 raise ValueError(f"the fit diverged in epoch {epoch}; lower learning_rate from {options.rate:g}")
             history.append(self._held_out_spearman())
@@ -681,6 +687,12 @@ class _Trainer:
             if progress is not None:
                 progress(epoch, options.epochs, {"loss": total / training.size, "spearman": history[-1]})
         return self._model(kept), best, history
+
+    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Trajectories that are taken through the network at once: a batch, or, where the encoder's activations are
+        held for the gradient, one."""
+        size = self.options.batch if self.backbone is None else 1
+        return [rows[a : a + size] for a in range(0, rows.size, size)]
 
     def predict(self, trajectories: np.ndarray) -> "torch.Tensor":
         """float32[B, T]: Θ of each document given those before it."""
@@ -707,7 +719,8 @@ class _Trainer:
         if self.backbone is None:
             return torch.from_numpy(np.asarray(self.features[trajectories], np.float32)).to(self.device)
         rows, at = np.unique(trajectories, return_inverse=True)
-        return self.backbone.forward(self.tokens, rows)[torch.from_numpy(at.reshape(trajectories.shape))]
+        vectors = self.backbone.forward(self.tokens, np.searchsorted(self.used, rows))
+        return vectors[torch.from_numpy(at.reshape(trajectories.shape))]
 
     def _optimizer(self, steps: int) -> tuple["torch.optim.Optimizer", "torch.optim.lr_scheduler.LRScheduler"]:
         from torch.optim import AdamW
@@ -743,9 +756,9 @@ class _Trainer:
     def _held_out_spearman(self) -> float | None:
         import torch
 
-        rows, size = self.data.held_out, 4 * self.options.batch
+        rows = self.data.held_out
         with torch.no_grad():
-            found = [self.predict(self.data.trajectories[rows[a : a + size]]) for a in range(0, rows.size, size)]
+            found = [self.predict(self.data.trajectories[part]) for part in self._pieces(rows)]
         return correlations(torch.cat(found).double().cpu().numpy(), self.data.increments[rows]).pooled
 
     def _state(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The lower the influence, the better: it is the predicted change of the reference
 
 import heapq
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def select_in_clusters(
             min(2 * len(run.picked), run.size) if 2 * u > len(run.picked) else len(run.picked)
             for u, run in zip(used.tolist(), runs, strict=True)
         ]
-    return _picks(pool, runs, [])
+    return _picks(pool, runs, array("q"))
 
 
 def budgets(
@@ -148,7 +149,7 @@ def individual_in_clusters(f: np.ndarray, labels: np.ndarray, amounts: Sequence[
         if not 0 <= amount <= members.size:
             raise ValueError(f"amount {amount} is not between 0 and the {members.size} documents of cluster {k}")
         best = np.argsort(pool.f[members], kind="stable")[:amount]
-        runs.append(_Run(members, np.zeros(0), best.tolist(), pool.f[members[best]].tolist()))
+        runs.append(_Run(members, np.zeros(0), array("q", best), array("d", pool.f[members[best]])))
     return _picks(pool, runs, _merge(runs, sum(amounts)))
 
 
@@ -203,7 +204,7 @@ def _pool(f: np.ndarray, ids: Sequence[str], labels: np.ndarray, n: int) -> _Poo
         raise ValueError(f"budget {n} is not between 0 and the {size} documents of the pool")
     values = finite_scores(ids, f, "influence")
     order, _ = canonical_order(ids, size)
-    sorted_labels = labels[order]
+    sorted_labels = labels[order].astype(np.int64, copy=False)
     ends = np.cumsum(np.bincount(sorted_labels, minlength=1))
     members = np.split(np.argsort(sorted_labels, kind="stable"), ends[:-1])
     return _Pool(order, values[order], sorted_labels, members)
@@ -216,18 +217,18 @@ class _Run:
 
     members: np.ndarray
     total: np.ndarray
-    picked: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
+    picked: array = field(default_factory=lambda: array("q"))
+    scores: array = field(default_factory=lambda: array("d"))
 
     @property
     def size(self) -> int:
         return self.members.size
 
 
-def _merge(runs: list[_Run], n: int, further: bool = False) -> list[int]:
+def _merge(runs: list[_Run], n: int, further: bool = False) -> array:
     """The clusters of the n first picks of the merge. With `further`, where a cluster has more documents than were
     picked so far, it ends with the last of them."""
-    order: list[int] = []
+    order = array("q")
     used = [0] * len(runs)
     heads = [(run.scores[0], int(run.members[run.picked[0]]), k) for k, run in enumerate(runs) if run.picked]
     heapq.heapify(heads)
@@ -245,7 +246,7 @@ def _merge(runs: list[_Run], n: int, further: bool = False) -> list[int]:
     return order
 
 
-def _picks(pool: _Pool, runs: list[_Run], order: list[int]) -> Picks:
+def _picks(pool: _Pool, runs: list[_Run], order: array) -> Picks:
     clusters = np.array(order, np.int64)
     counts = np.bincount(clusters, minlength=len(runs))
     ranks, rows, scores = (np.empty(clusters.size, kind) for kind in (np.int64, np.int64, np.float64))
@@ -303,14 +304,17 @@ class _Batch:
         self.rows = np.zeros((*shape, h.shape[1]), np.float32)
         self.f, self.taken = np.zeros(shape), np.full(shape, np.inf)
         for g, run in enumerate(self.runs):
+            at = pool.order[run.members]
+            # a file is read from front to back
+            forwards = np.argsort(at)
             for a in range(0, run.size, _ROWS):
-                at = pool.order[run.members[a : a + _ROWS]]
-                part = self.rows[g, a : a + at.size]
-                part[:] = as_single(h[at])
+                places = forwards[a : a + _ROWS]
+                part = as_single(h[at[places]])
                 bad = np.flatnonzero(~np.isfinite(part).all(axis=1))
                 if bad.size:
-                    named = name_documents(ids, at[bad])
+                    named = name_documents(ids, at[places[bad]])
                     raise BadInput(f"{named}: the influence vector is not finite; leave these out or embed them again")
+                self.rows[g, places] = part
             self.f[g, : run.size] = pool.f[run.members]
             self.taken[g, : run.size] = 0.0
             self.taken[g, run.picked] = np.inf

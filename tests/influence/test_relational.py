@@ -513,6 +513,8 @@ def test_an_encoder_is_fine_tuned(texts: list[str], tmp_path: Path) -> None:
     assert np.array_equal(again.embed(texts), h)
     with pytest.raises(ValueError, match="works on texts, not on vectors"):
         model.embed(np.zeros((1, 384), np.float32))
+    with pytest.raises(BadInput, match="row 1: there is no text"):
+        model.embed(["a note", None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="needs its EncoderSpec"):
         fit(texts, trajectories, increments, options, ids, encoder="a name")
     with pytest.raises(ValueError, match="its features are texts"):
