@@ -1,5 +1,5 @@
-"""Regression scorers: a transformers model with one output (FineWeb-Edu), and a linear head on frozen
-embeddings.
+"""Regression scorers: a transformers model with one output (FineWeb-Edu), a linear head on frozen
+embeddings, and either over three windows of a long text.
 
 Here belong: their forward pass and their file form. Not here: fitting a head (`training`), clamping into a
 quality (`quality`).
@@ -15,8 +15,15 @@ import numpy as np
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.keyed import digest
-from dagster_datamask.scoring.base import ScoredBatch
-from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, positions, run_finite, tokenise
+from dagster_datamask.scoring.base import ScoredBatch, Scorer
+from dagster_datamask.scoring.batching import (
+    CPU_BATCH_TOKENS,
+    CUDA_BATCH_TOKENS,
+    HEAD_CHARACTERS_PER_TOKEN,
+    positions,
+    run_finite,
+    tokenise,
+)
 from dagster_datamask.scoring.encoders import Encoder
 from dagster_datamask.scoring.models import content_revision, licence_of
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, screen
@@ -239,3 +246,71 @@ class EmbeddingHeadScorer:
             "link": self.head.link,
             "encoder": self.encoder.describe(),
         }
+
+
+class WindowedScorer:
+    """The mean of a scorer's scores of a text's first, middle and last window; of its one window where that is all.
+
+    path: the model's directory, for its tokenizer; max_length, prefix: the scorer's. A window holds as many tokens as
+    the scorer reads. The first begins with the text and is what the scorer alone would read, the last ends with it,
+    and the middle one lies about its middle character. A window that begins inside a word reads the word's rest.
+    A text whose window has no score has none, for that window's reason.
+    """
+
+    def __init__(self, scorer: Scorer, path: Path, max_length: int, prefix: str = "") -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._scorer = scorer
+        self._room = max_length - len(tokenizer(prefix)["input_ids"])
+        # an instance of its own: its state is not to be changed under the scorer's
+        self._tokenizer = tokenizer.backend_tokenizer
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def score(self, texts: Sequence[str | None]) -> ScoredBatch:
+        """float64[n]; reasons are the scorer's."""
+        clean, reasons, notes = screen(texts)
+        windows: list[str] = []
+        owners: list[int] = []
+        for row, text in enumerate(clean):
+            if reasons[row] is None:
+                for start in self._starts(text):
+                    windows.append(text[start:])
+                    owners.append(row)
+        scored = self._scorer.score(windows)
+        of_row, good = np.array(owners, dtype=np.int64), np.isfinite(scored.scores)
+        sums = np.bincount(of_row[good], scored.scores[good], minlength=len(clean))
+        counts = np.bincount(of_row[good], minlength=len(clean))
+        for window in np.flatnonzero(~good)[::-1]:
+            reasons[owners[window]] = scored.reasons[window]
+        scores = np.divide(sums, counts, out=np.full(len(clean), np.nan), where=counts > 0)
+        scores[[reason is not None for reason in reasons]] = np.nan
+        return ScoredBatch(scores, reasons, notes + scored.notes)
+
+    def _starts(self, text: str) -> list[int]:
+        """The characters at which the text's windows begin, without double ones."""
+        characters = HEAD_CHARACTERS_PER_TOKEN * (self._room + 1)
+        head = self._offsets(text[:characters])
+        if len(head) <= self._room and len(text) > characters:
+            head = self._offsets(text)
+        if len(head) <= self._room:
+            return [0]
+        # of a long text parts alone are tokenised: what lies far off cannot change where a window's tokens are
+        last = max(0, len(text) - characters)
+        middle = max(0, len(text) // 2 - characters // 2)
+        starts = {0}
+        if behind := self._offsets(text[last:]):
+            starts.add(last + behind[-self._room :][0][0])
+        if about := self._offsets(text[middle : middle + characters]):
+            centre = sum(end <= len(text) // 2 - middle for _, end in about)
+            starts.add(middle + about[max(0, min(centre - self._room // 2, len(about) - self._room))][0])
+        return sorted(starts)
+
+    def _offsets(self, text: str) -> list[tuple[int, int]]:
+        offsets: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return offsets
+
+    def describe(self) -> dict[str, Any]:
+        """The scorer's, and that it reads three windows."""
+        return {**self._scorer.describe(), "windows": "first_middle_last"}

@@ -16,7 +16,7 @@ from dagster_datamask.scoring.card import CARD_FILE, library_versions, model_car
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel, content_revision, resolve_model
-from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer
+from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer, WindowedScorer
 from dagster_datamask.scoring.training import (
     DIMENSION,
     TrainingReport,
@@ -272,7 +272,8 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
     fact = published.facts
     if part == "edu" and fact["trained"]:
         encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
-        return EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
+        head = EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
+        return _windowed(head, encoder.spec.path, encoder.spec.max_length, encoder.spec.prefix, fact)
     path = (
         published.path(fact["file"])
         if fact["trained"]
@@ -281,12 +282,17 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
         )
     )
     if part == "edu":
-        return TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
+        model = TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
+        return _windowed(model, path, model.max_length, "", fact)
     tokenizer = None
     if part == "ultra":
         found = _ultra_tokenizer(settings)
         tokenizer = _unchanged(found, published.inputs["tokenizer"], published.asset, "ultra_tokenizer")
     return FastTextScorer(path, fact["positive_label"], fact["normaliser"], tokenizer)
+
+
+def _windowed(scorer: Scorer, path: Path, max_length: int, prefix: str, fact: Mapping[str, Any]) -> Scorer:
+    return scorer if fact["windows"] == "first" else WindowedScorer(scorer, path, max_length, prefix)
 
 
 def _unchanged(found: ResolvedModel, revision: str, asset: str, setting: str) -> Path:

@@ -1,16 +1,20 @@
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.scoring.base import ScoredBatch
 from dagster_datamask.scoring.encoders import Encoder
 from dagster_datamask.scoring.regression import (
     EmbeddingHeadScorer,
     Head,
     TransformersRegressionScorer,
+    WindowedScorer,
     int_score,
 )
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, NULL_TEXT, SURROGATES
@@ -189,3 +193,76 @@ def test_embedding_head_scorer(encoder: Encoder) -> None:
     with pytest.raises(ValueError, match="fitted on vectors of other"):
         EmbeddingHeadScorer(encoder, Head(head.weights, 1.0, "identity", "other"))
     assert EmbeddingHeadScorer(encoder, head).describe()["encoder"]["max_length"] == 256
+
+
+class Words:
+    """A scorer of known values: the number that a text's first word is, of 4 words at most."""
+
+    def __init__(self) -> None:
+        self.read: list[str] = []
+
+    def score(self, texts: Sequence[str | None]) -> ScoredBatch:
+        assert None not in texts
+        self.read = [" ".join((text or "").split()[:4]) for text in texts]
+        bad = ["fail" in text for text in self.read]
+        values = [np.nan if b else float(text.split()[0]) for b, text in zip(bad, self.read, strict=True)]
+        return ScoredBatch(np.array(values, dtype=np.float64), [NON_FINITE if b else None for b in bad])
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "words"}
+
+
+def counted(first: int, words: int) -> str:
+    return " ".join(str(k) for k in range(first, first + words))
+
+
+def test_three_windows_of_a_long_text_and_one_of_a_short_one(minilm_path: Path) -> None:
+    inner = Words()
+    # one token a word, two special ones: a window holds four words
+    scorer = WindowedScorer(inner, minilm_path, max_length=6)
+    batch = scorer.score([counted(11, 12), counted(11, 4), None, " ", counted(11, 5), "7"])
+    assert inner.read == [
+        *("11 12 13 14", "15 16 17 18", "19 20 21 22"),
+        "11 12 13 14",
+        *("11 12 13 14", "12 13 14 15"),
+        "7",
+    ]
+    assert batch.scores[[0, 1, 4, 5]].tolist() == [15.0, 11.0, 11.5, 7.0]
+    assert batch.reasons == [None, None, NULL_TEXT, NO_TOKENS, None, None]
+    assert scorer.describe() == {"kind": "words", "windows": "first_middle_last"}
+    assert scorer.score([]).scores.shape == (0,)
+
+
+def test_windows_of_a_text_far_longer_than_a_window(minilm_path: Path) -> None:
+    inner = Words()
+    scorer = WindowedScorer(inner, minilm_path, max_length=6)
+    text = " ".join(["10"] * 3000 + ["20"] * 3000 + ["30"] * 3000)
+    assert scorer.score([text]).scores.tolist() == [20.0]
+    assert inner.read == ["10 10 10 10", "20 20 20 20", "30 30 30 30"]
+    # nothing to read at its end or middle: its beginning is all there is
+    assert scorer.score(["1 2 3 4 5 6 7" + " " * 10_000]).scores.tolist() == [1.0]
+
+
+def test_a_window_without_score_leaves_its_text_without_one(minilm_path: Path) -> None:
+    scorer = WindowedScorer(Words(), minilm_path, max_length=6)
+    batch = scorer.score(["1 2 3 4 5 6 7 fail", counted(11, 12), "3 \ud800"])
+    assert batch.reasons == [NON_FINITE, None, None]
+    assert np.isnan(batch.scores[0])
+    assert batch.scores[1:].tolist() == [15.0, 3.0]
+    assert batch.notes == {SURROGATES: 1}
+
+
+def test_windows_of_the_real_scorers_are_the_mean_of_their_parts(edu: Path, encoder: Encoder, cpu: Accelerator) -> None:
+    plain = TransformersRegressionScorer(edu, cpu, max_length=12)
+    parts = ["blue rock " * 5, "cell wave " * 5, "shop cash " * 5]
+    text = "".join(parts)
+    windowed = WindowedScorer(plain, edu, plain.max_length).score([text, "a short one"])
+    expected = plain.score([*parts, "a short one"]).scores
+    np.testing.assert_allclose(windowed.scores, [expected[:3].mean(), expected[3]], rtol=1e-5)
+
+    head = EmbeddingHeadScorer(encoder, Head(np.linspace(-1, 1, 384), 1.0, "identity", encoder.spec.identity))
+    long = text * 12
+    whole = WindowedScorer(head, encoder.spec.path, encoder.spec.max_length, encoder.spec.prefix)
+    mean, first = whole.score([long]).scores[0], head.score([long]).scores[0]
+    assert whole.score([text]).scores == head.score([text]).scores
+    assert mean != first
