@@ -5,7 +5,7 @@ Importing this needs no network, no GPU, no credentials and no models; they are 
 
 import dagster as dg
 
-from dagster_datamask.assets import baselines, documents, exports, globals, reports, selection
+from dagster_datamask.assets import baselines, documents, exports, globals, group_mates, reports, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import build_jobs
@@ -18,6 +18,7 @@ from dagster_datamask.sensors.new_embeddings import build_new_embeddings
 from dagster_datamask.sensors.new_shards import build_new_shards
 from dagster_datamask.sensors.retry_failed_snapshots import build_retry_failed_snapshots
 from dagster_datamask.settings import Settings, load_settings
+from dagster_datamask.stages.base import active
 
 ASSETS: tuple[StageAsset, ...] = (
     globals.dclm_classifier,
@@ -35,6 +36,10 @@ ASSETS: tuple[StageAsset, ...] = (
     documents.pruned_documents,
     selection.e5_embeddings,
     selection.kmeans_clusters,
+    group_mates.warmup_model,
+    *group_mates.STAGE_ASSETS,
+    group_mates.influence_scores,
+    group_mates.group_mates_selection,
     selection.corpus_selection_state,
     baselines.near_duplicates_,
     baselines.exact_substrings,
@@ -52,7 +57,7 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
     """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
     jobs = build_jobs(settings)
     return dg.Definitions(
-        assets=[asset.build(settings) for asset in ASSETS],
+        assets=[asset.build(settings) for asset in ASSETS if asset.stage.name in active(settings)],
         asset_checks=[
             every_embedded_snapshot_solved(settings),
             exports.export_is_current(settings),

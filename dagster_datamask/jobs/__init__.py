@@ -18,13 +18,23 @@ FIT_GLOBAL, SCORE, EMBED, SOLVE_CORPUS, SELECT, FULL = (
     "select",
     "full",
 )
+# of each Group-MATES stage, its number behind
+GROUP_MATES_FIT, GROUP_MATES_SELECT, GROUP_MATES_CONTINUE = (
+    "group_mates_fit",
+    "group_mates_select",
+    "group_mates_continue",
+)
 CLEAN, FIT_BASELINES, BASELINES, REPORT, EXPORT = "clean", "fit_baselines", "baselines", "report", "export"
 
 
 def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
     """{name: job}."""
     score = of_a_snapshot(settings, "pruned_documents")
-    embed = of_a_snapshot(settings, "kmeans_clusters", *candidate_inputs(settings))
+    embed = [
+        name
+        for name in of_a_snapshot(settings, "kmeans_clusters", *candidate_inputs(settings))
+        if STAGES[name].group != "group_mates"
+    ]
     full = of_a_snapshot(settings)
     extra = [name for name, stage in STAGES.items() if stage.group == "baselines"]
     compared = [name for name in extra if STAGES[name].partitioned]
@@ -53,11 +63,40 @@ def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
         ),
         (REPORT, ["selection_report"], "One page over all selected snapshots: figures, certificates, what is stale."),
         (EXPORT, ["dataset_card"], "The kept documents of all finished snapshots as one folder for others."),
+        *(job for number in range(1, settings.group_mates.stages + 1) for job in _of_a_stage(number, settings)),
     )
     return {
-        name: dg.define_asset_job(name, selection=list(assets), description=description)
+        name: dg.define_asset_job(
+            name,
+            selection=dg.AssetSelection.assets(*(dg.AssetKey(asset.split("/")) for asset in assets)),
+            description=description,
+        )
         for name, assets, description in jobs
     }
+
+
+def _of_a_stage(number: int, settings: Settings) -> tuple[tuple[str, list[str], str], ...]:
+    """The three jobs of a Group-MATES stage, in their order: fit once, choose of each snapshot, continue once."""
+    prefix = f"stage_{number}/"
+    first = ["warmup_model"] if number == 1 else []
+    last = ["influence_scores", "group_mates_selection"] if number == settings.group_mates.stages else []
+    return (
+        (
+            f"{GROUP_MATES_FIT}_{number}",
+            [*first, f"{prefix}rollout_sets", f"{prefix}influence_model"],
+            f"Stage {number} of Group-MATES: probe its checkpoint and fit the influence model.",
+        ),
+        (
+            f"{GROUP_MATES_SELECT}_{number}",
+            [f"{prefix}influence_scores", f"{prefix}group_mates_selection", *last],
+            f"Stage {number} of Group-MATES: a snapshot's influence scores and what is chosen by them.",
+        ),
+        (
+            f"{GROUP_MATES_CONTINUE}_{number}",
+            [f"{prefix}continued_model"],
+            f"Stage {number} of Group-MATES: train on what was chosen, which the next stage probes.",
+        ),
+    )
 
 
 def of_a_snapshot(settings: Settings, *ends: str) -> list[str]:

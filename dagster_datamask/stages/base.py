@@ -33,6 +33,7 @@ _LOCATIONS = frozenset(
         "score.ultra_labels",
         "export.tokenizer",
         "source.tokenizer",
+        "baselines.gneissweb_categories",
         "group_mates.checkpoint",
         "group_mates.tokenizer",
         "group_mates.reference",
@@ -203,6 +204,10 @@ def checkpoint_of(number: int) -> str:
     return "warmup_model" if number == 1 else f"stage_{number - 1}/continued_model"
 
 
+def _has_stage(number: int) -> Callable[[Settings], bool]:
+    return lambda settings: settings.group_mates.stages >= number
+
+
 def _is_last(number: int) -> Callable[[Settings], bool]:
     return lambda settings: settings.group_mates.stages == number
 
@@ -259,7 +264,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
             "Predicted influence of each document that can be chosen, the lower the better, and its influence vector.",
             on_accelerator=True,
             number=number,
-            optional=(("raw_shards", _fine_tunes),),
+            optional=(("raw_shards", _fine_tunes), ("near_duplicates", removes_near_duplicates)),
         ),
         Stage(
             f"{prefix}group_mates_selection",
@@ -275,7 +280,10 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
             "group_mates",
             "The stage's part of the budget, chosen cluster by cluster from what earlier stages left.",
             number=number,
-            optional=(("raw_shards", lambda settings: settings.select.in_tokens),),
+            optional=(
+                ("raw_shards", lambda settings: settings.select.in_tokens),
+                ("near_duplicates", removes_near_duplicates),
+            ),
         ),
         Stage(
             f"{prefix}continued_model",
@@ -497,9 +505,9 @@ STAGES: dict[str, Stage] = {
             ("pruned_documents",),
             "group_mates",
             "What all Group-MATES stages chose of the snapshot, as one mask.",
-            optional=tuple(
-                (f"stage_{number}/group_mates_selection", lambda settings, n=number: n <= settings.group_mates.stages)
-                for number in range(1, MOST_STAGES + 1)
+            optional=(
+                *((f"stage_{n}/group_mates_selection", _has_stage(n)) for n in range(1, MOST_STAGES + 1)),
+                ("near_duplicates", removes_near_duplicates),
             ),
         ),
         Stage(
@@ -569,6 +577,13 @@ STAGES: dict[str, Stage] = {
             ("baselines.ultra_cut", "select.seed"),
         ),
         _baseline(
+            "gneissweb",
+            "GneissWeb: documents above baselines.gneissweb_percentile of DCLM and of Edu, by category, drawn to the "
+            "budget; repeated substrings are cut out.",
+            ("dclm_scores", "edu_scores", "exact_substrings"),
+            ("baselines.gneissweb_percentile", "baselines.gneissweb_categories", "select.seed"),
+        ),
+        _baseline(
             "semdedup",
             "SemDeDup: the documents least like an earlier one of their cluster, epsilon solved for the budget.",
             ("kmeans_clusters",),
@@ -601,6 +616,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "fineweb_mask_manifest"),
             "manifest",
             "The kept documents with all their columns and scores, as parquet.",
+            optional=(("exact_substrings", _kept_by("baseline_gneissweb")),),
         ),
         Stage(
             "snapshot_report",
