@@ -43,6 +43,7 @@ STRATEGIES = (
     "baseline_wiki",
     "baseline_wiki_top",
     "baseline_ultra_fineweb",
+    "baseline_gneissweb",
     "baseline_semdedup",
     "baseline_diversity",
     "baseline_quality",

@@ -607,7 +607,12 @@ STAGES: dict[str, Stage] = {
             ),
             "manifest",
             "One row per readable input row: what was decided, where and why; manifest.json says from what.",
-            optional=(*_MASK, ("near_duplicates", _mask_without_near_duplicates)),
+            optional=(
+                *_MASK,
+                ("near_duplicates", _mask_without_near_duplicates),
+                # not read, but the texts are cut by what the mask was made from
+                ("exact_substrings", _kept_by("baseline_gneissweb")),
+            ),
         ),
         Stage(
             "fineweb_mask",

@@ -31,7 +31,7 @@ from dagster_datamask.shards.generations import Generation, Published
 from dagster_datamask.shards.schemas import MASKS
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file, write_json
-from dagster_datamask.stages import corpus
+from dagster_datamask.stages import corpus, gneissweb
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, Stage, fingerprints, finish
 from dagster_datamask.stages.candidates import Candidates, Census, Plan, check_tokens, is_scored, plan_budget
 from dagster_datamask.stages.near_duplicates import PLACE, Clusters, compared, in_place, instead, unit
@@ -118,7 +118,8 @@ def baseline(run: Run, source: Source, snapshot: str, name: str) -> Outcome:
             "share ('10%')"
         )
     inputs = run.inputs(stage, snapshot)
-    with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
+    keys = fingerprints(inputs) | gneissweb.content_of_categories(stage, run.settings)
+    with run.generation(stage, snapshot, keys) as generation:
         summary = generation.folder / "facts.json"
         work = Work(run, source, snapshot, stage, inputs, generation.work)
         chosen = cache(lambda: BASELINES[name](work))
@@ -399,6 +400,16 @@ def by_score(asset: str, passes: Callable[[np.ndarray, Settings], np.ndarray] | 
     return rule
 
 
+def _gneissweb(work: Work) -> Judge:
+    def documents() -> Iterator[tuple[pa.Array, Mapping[str, pa.Table]]]:
+        for shard in work.shards:
+            for table, rows in _scored(work, shard, gneissweb.SIDES):
+                yield table["doc_id"].combine_chunks(), rows
+
+    rule = gneissweb.Rule(work.run.settings.baselines, work.folder, documents)
+    return lambda ids, rows: Judged(*rule(ids, rows))
+
+
 def int_scores(score: np.ndarray) -> np.ndarray:
     """FineWeb-Edu's rounding of scores without NaN, as `scoring.regression.int_score` for one: halves to even."""
     return np.rint(np.clip(score, 0.0, SCALE_MAX))
@@ -488,7 +499,7 @@ def certified(lam: float) -> Baseline:
     def choose(work: Work) -> Chosen:
         pool = work.candidates()
         plan = plan_budget(work.select, pool.census())
-        shards = Corpus(work.folder / "corpus", lam=lam, scale="raw")
+        shards = Corpus(work.folder / "corpus", lam=lam, scale="raw", constants=None)
         corpus.add_shards(shards, pool, plan)
         told = corpus.told_every(work.run, f"{work.stage.name} {work.snapshot}")
         solved = solve_corpus(shards, plan.amounts, progress=told)
@@ -557,6 +568,7 @@ BASELINES: dict[str, Baseline] = {
         drawn=True,
         solver="threshold",
     ),
+    "baseline_gneissweb": of_scores(_gneissweb, gneissweb.SIDES, drawn=True, solver="threshold"),
     "baseline_semdedup": semdedup,
     "baseline_diversity": certified(0.0),
     "baseline_quality": certified(1.0),

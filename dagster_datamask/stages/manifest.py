@@ -29,6 +29,7 @@ from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
+from dagster_datamask.stages.substrings import cut_out
 
 SIDECAR = "manifest.json"
 _TEXT_GROUP_ROWS = 1000
@@ -315,32 +316,36 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish the kept rows with all their columns and, beside them, doc_id, scores, quality, cluster and mask score.
 
     Every shard's file has the union of the shards' columns, so that `datasets`, polars and DuckDB read them as one;
-    bytes of a string that are no UTF-8 become U+FFFD, as the scorers saw them.
+    bytes of a string that are no UTF-8 become U+FFFD, as the scorers saw them. Where GneissWeb's mask is kept, texts
+    are without what exact_substrings found repeated.
     Raises ColumnClash as raw_shards does, and BadShard where a page cannot be decoded any more.
     """
     stage = STAGES["fineweb_mask"]
     inputs = run.inputs(stage, snapshot)
-    raw, manifest = inputs["raw_shards"], inputs["fineweb_mask_manifest"]
+    raw, manifest, repeats = inputs["raw_shards"], inputs["fineweb_mask_manifest"], inputs.get("exact_substrings")
     reader = DocumentReader(source, raw)
     columns = ["doc_id", "decision", *(name for name in ADDED.values() if name != "doc_id")]
 
-    def read(shard: str) -> Iterator[tuple[Documents, pa.Table]]:
+    def read(shard: str) -> Iterator[tuple[Documents, pa.Table, pa.ChunkedArray | None]]:
         cursor = Cursor(manifest.path(shard), columns, BATCH_ROWS)
+        spans = None if repeats is None else Cursor(repeats.path(shard), ["doc_id", "spans"], BATCH_ROWS)
         for batch in reader.batches(shard, None):
-            yield batch, cursor.take_all(batch.ids)
+            yield batch, cursor.take_all(batch.ids), None if spans is None else spans.take_all(batch.ids)["spans"]
         cursor.end()
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
         shards = [reader.shard(name) for name in raw.shards]
         schema = joined((shard.path, source.footer(shard).schema) for shard in shards)
 
-        def kernel(batch: tuple[Documents, pa.Table]) -> tuple[pa.Table, int, Counts]:
-            documents, decided = batch
+        def kernel(batch: tuple[Documents, pa.Table, pa.ChunkedArray | None]) -> tuple[pa.Table, int, Counts]:
+            documents, decided, spans = batch
             keep = pc.equal(decided["decision"], "kept")
             rows, kept = documents.rows.filter(keep), decided.filter(keep)
             data = {field.name: conform(rows, field) for field in schema if field.name not in ADDED} | {
                 name: kept[column] for name, column in ADDED.items()
             }
+            if spans is not None:
+                data["text"] = cut_out(data["text"], spans.filter(keep))
             return (
                 pa.table(data, schema=schema),
                 len(decided),

@@ -84,6 +84,15 @@ def exact_substrings(run: Run, source: Source, snapshot: str) -> Outcome:
         )
 
 
+def cut_out(texts: pa.Array | pa.ChunkedArray, spans: pa.ChunkedArray) -> pa.Array:
+    """The texts, a string column in UTF-8, each without its spans of `SUBSTRINGS`; null stays null."""
+    left = [
+        removed(text.encode("utf-8"), [(span["start"], span["end"]) for span in cut]).decode("utf-8") if cut else text
+        for text, cut in zip(texts.to_pylist(), spans.to_pylist(), strict=True)
+    ]
+    return pa.array(left, texts.type)
+
+
 _COUNTED = ("bytes", "removed_bytes", "removed_tokens")
 
 
