@@ -289,7 +289,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
             f"{prefix}continued_model",
             "1",
             tuple(sorted({*_LANGUAGE_MODEL, *_REFERENCE, *_GROUP_SELECTION})),
-            (checkpoint_of(number),),
+            (checkpoint_of(number), f"{prefix}influence_model"),
             "group_mates",
             "The language model's run continued on what this stage chose of all published snapshots.",
             partitioned=False,
