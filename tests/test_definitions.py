@@ -12,7 +12,7 @@ import yaml
 
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.settings import load_settings
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.stages.base import STAGES, active, lineage
 
 REPO = Path(__file__).parents[1]
 
@@ -50,7 +50,7 @@ def test_loads_without_network_gpu_credentials_or_settings_file(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assets, heavy = done.stdout.splitlines()
-    assert int(assets) == len(STAGES)
+    assert int(assets) == len(active(load_settings(None, env={})))
     assert heavy == "", "a code location that only lists assets must not pay for the model libraries"
     assert list(work.iterdir()) == []
 
@@ -87,7 +87,7 @@ def test_definitions_are_loadable(defs: dg.Definitions) -> None:
 
 def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Definitions) -> None:
     specs = {spec.key.to_user_string(): spec for spec in defs.resolve_all_asset_specs()}
-    assert set(specs) == set(STAGES)
+    assert set(specs) == set(active(load_settings(None, env={})))
     for name, spec in specs.items():
         assert spec.group_name and spec.group_name != "default", name
         assert spec.owners, name
@@ -97,7 +97,7 @@ def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Defin
 
 def test_every_check_says_what_it_means(defs: dg.Definitions) -> None:
     checks = defs.resolve_asset_graph().asset_check_keys
-    assert {key.asset_key.to_user_string() for key in checks} == set(STAGES)
+    assert {key.asset_key.to_user_string() for key in checks} == set(active(load_settings(None, env={})))
     for key in checks:
         spec = defs.resolve_asset_graph().get_check_spec(key)
         assert spec.description and spec.description.endswith("."), key
@@ -107,7 +107,7 @@ def test_assets_on_the_accelerator_share_the_gpu_pool_and_no_other_does(defs: dg
     graph = defs.resolve_asset_graph()
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}
     assert {name for name, pool in pools.items() if pool == {"gpu"}} == {
-        name for name, stage in STAGES.items() if stage.on_accelerator
+        name for name, stage in active(load_settings(None, env={})).items() if stage.on_accelerator
     }
     assert set().union(*pools.values()) == {"gpu"}
 
@@ -139,8 +139,9 @@ OF_CORPUS = ("select.scope=corpus", "select.solver=certified")
 def test_edges_are_those_of_the_stage_table(overrides: list[str], read_by_masks: set[str]) -> None:
     settings = load_settings(None, overrides, env={})
     graph = build_definitions(settings).resolve_asset_graph()
-    edges = {name: {key.to_user_string() for key in graph.get(dg.AssetKey(name)).parent_keys} for name in STAGES}
-    assert edges == {name: set(stage.needs(settings)) for name, stage in STAGES.items()}
+    edges = {key.to_user_string(): graph.get(key).parent_keys for key in graph.get_all_asset_keys()}
+    edges = {name: {key.to_user_string() for key in parents} for name, parents in edges.items()}
+    assert edges == {name: set(stage.needs(settings)) for name, stage in active(settings).items()}
     assert edges["datamask_masks"] == {"pruned_documents", "e5_embeddings"} | read_by_masks
 
 
@@ -169,5 +170,10 @@ def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_f
     assert moved("select.lambda=0.3") == {"corpus_selection_state", *selected}
     assert moved("select.on_new_snapshot=resolve") == {"corpus_selection_state"}
     assert moved("select.quota=cluster") == {"corpus_selection_state", *selected}
-    assert moved("models.edu=other/model") == set(STAGES) - {"raw_shards", "selection_report", "dataset_card"}
-    assert moved("source.on_bad_shard=quarantine") == {name for name, stage in STAGES.items() if stage.partitioned}
+    settings = load_settings(None, env={})
+    after = {name: set(lineage([name], settings)) for name in active(settings)}
+    assert moved("models.edu=other/model") == {name for name, line in after.items() if "edu_classifier" in line}
+    assert moved("source.on_bad_shard=quarantine") == {name for name, line in after.items() if "raw_shards" in line}
+    assert moved("group_mates.steps=3") == {name for name, line in after.items() if "stage_1/rollout_sets" in line}
+    assert {"stage_2/group_mates_selection", "group_mates_selection"} <= moved("group_mates.steps=3")
+    assert "warmup_model" not in moved("models.edu=other/model", "group_mates.steps=3")
