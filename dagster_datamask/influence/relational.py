@@ -249,10 +249,10 @@ class InfluenceModel:
         return np.einsum("nd,d->n", h.astype(np.float64), weight) + bias
 
     def relation(self, h: np.ndarray) -> np.ndarray:
-        """float32[n, width]: the vectors whose products are R: what selection, bootstrap and clusters work on. They are
-        `h` itself but for `ffn`."""
+        """[n, width]: the vectors whose products are R: what selection, bootstrap and clusters work on. They are `h`
+        itself, on disk or not, but for `ffn`: float32 then, so take those by batches."""
         if self.options.similarity != "ffn":
-            return as_single(h)
+            return h
         vectors = np.empty((len(h), self.width), np.float32)
 
         def block(a: int, b: int) -> None:

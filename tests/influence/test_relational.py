@@ -226,6 +226,9 @@ def test_training_and_use_are_one_model(named: dict, rollouts: Rollouts, tmp_pat
         expected = by_definition(relation, f, trajectory, model.alpha, model.beta)
         assert np.allclose(row, f[trajectory] if named.get("mode") == "individual" else expected, atol=CLOSE)
     assert np.array_equal(model.group_influence(h, f, rollouts.trajectories[0]), found[0])
+    # half precision on disk stays there
+    stored = h.astype(np.float16)
+    assert (model.relation(stored) is stored) == (named.get("similarity") != "ffn")
     if named.get("similarity") != "dot":
         assert np.allclose(np.linalg.norm(relation, axis=1), 1.0, atol=CLOSE)
     model.save(tmp_path / "model")
