@@ -10,12 +10,15 @@ step would write into it).
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from dagster_datamask.influence.language_model import Checkpoint, Moments
@@ -28,7 +31,8 @@ _LEAST_ROWS = 128
 class NextToken(nn.Module):
     """A causal language model's logits at chosen positions alone.
 
-    model: taken as it is and changed in place: no dropout, and the tanh form of GELU in one pass.
+    model: taken as it is and changed in place: no dropout, and the tanh form of GELU in one pass. GPT-2's decoder is
+    computed here (`gpt2_states`), any other by its own class.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -38,28 +42,30 @@ class NextToken(nn.Module):
             for name, child in module.named_children():
                 if isinstance(child, NewGELUActivation):
                     setattr(module, name, nn.GELU(approximate="tanh"))
-        self._apart = False
+        self._plain = _is_plain_gpt2(model)
         self._apart = self._agrees()
 
     def forward(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
         """[k, vocabulary]: tokens int64[n, L]; at int64[k]: positions as row·L + column."""
         if self._apart:
-            return self.model.get_output_embeddings()(self.hidden(tokens)[at])
+            return self.model.get_output_embeddings()(self.states(tokens, at))
         return self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)[at]
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[n·L, width]: the last hidden states."""
-        states: torch.Tensor = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-        return states.flatten(0, 1)
+    def states(self, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """[k, width]: the last hidden states at these positions."""
+        if self._plain:
+            return gpt2_states(self.model.base_model, tokens, at)
+        found: torch.Tensor = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return found.flatten(0, 1)[at]
 
     def losses(self, tokens: torch.Tensor, at: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """float32[k]: the loss of each target int64[k], without gradients in mind: few logits are held at once."""
         if not self._apart:
             return functional.cross_entropy(self(tokens, at).float(), targets, reduction="none")
-        hidden, head = self.hidden(tokens)[at], self.model.get_output_embeddings()
+        states, head = self.states(tokens, at), self.model.get_output_embeddings()
         rows = max(_LEAST_ROWS, _LOGITS // head.weight.shape[0])
-        parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-        return torch.cat([functional.cross_entropy(head(h).float(), y, reduction="none") for h, y in parts])
+        parts = zip(states.split(rows), targets.split(rows), strict=True)
+        return torch.cat([functional.cross_entropy(head(x).float(), y, reduction="none") for x, y in parts])
 
     def _agrees(self) -> bool:
         """Whether the output embeddings alone lead from the last hidden states to the logits; some models scale or
@@ -68,11 +74,65 @@ class NextToken(nn.Module):
             return False
         device = next(self.model.parameters()).device
         vocabulary = self.model.config.get_text_config().vocab_size
-        tokens = torch.arange(4, device=device)[None] % vocabulary
+        at = torch.arange(4, device=device)
+        tokens = at[None] % vocabulary
         with torch.no_grad():
             whole = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-            apart = self.model.get_output_embeddings()(self.hidden(tokens))
+            apart = self.model.get_output_embeddings()(self.states(tokens, at))
         return whole.shape == apart.shape and torch.allclose(whole, apart, rtol=1e-4, atol=1e-4)
+
+
+def mean_loss(following: NextToken, batches: "Sequence[Batch]") -> torch.Tensor:
+    """float64: the mean loss over all targets of the batches."""
+    with torch.inference_mode():
+        sums = [following.losses(batch.tokens, batch.at, batch.targets).double().sum() for batch in batches]
+        return torch.stack(sums).sum() / sum(len(batch.targets) for batch in batches)
+
+
+def gpt2_states(decoder: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """[k, width]: the last hidden states of a `GPT2Model` with its own parameters at positions int64[k] of tokens
+    int64[n, L], without padding before them.
+
+    The same sums as the model's own forward pass, whose masks, caches and checks cost a small model as much as its
+    products.
+    """
+    n, length = tokens.shape
+    x = (functional.embedding(tokens, decoder.wte.weight) + decoder.wpe.weight[:length]).flatten(0, 1)
+    width = x.shape[-1]
+    split = (n, length, 3, decoder.config.n_head, width // decoder.config.n_head)
+    for block in decoder.h:
+        attention, mlp = block.attn, block.mlp
+        mixed = torch.addmm(attention.c_attn.bias, block.ln_1(x), attention.c_attn.weight)
+        query, key, value = mixed.view(split).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        found = found.transpose(1, 2).reshape(n * length, width)
+        if block is decoder.h[-1]:
+            # what follows stays within a token
+            x, found = x[at], found[at]
+        x = x + torch.addmm(attention.c_proj.bias, found, attention.c_proj.weight)
+        inner = torch.addmm(mlp.c_fc.bias, block.ln_2(x), mlp.c_fc.weight)
+        x = x + torch.addmm(mlp.c_proj.bias, _gelu(inner), mlp.c_proj.weight)
+    states: torch.Tensor = decoder.ln_f(x)
+    return states
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh form, x·σ(2√(2/π)·(x + 0.044715·x³)); torch's own kernel takes twice as long on a CPU."""
+    if torch.is_grad_enabled() or x.is_cuda:
+        return functional.gelu(x, approximate="tanh")
+    slope = 2.0 * (2.0 / math.pi) ** 0.5
+    return (x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x)
+
+
+def _is_plain_gpt2(model: PreTrainedModel) -> bool:
+    if not isinstance(model, GPT2LMHeadModel):
+        return False
+    config = model.config
+    return (
+        config.activation_function in ("gelu_new", "gelu_pytorch_tanh")
+        and config.scale_attn_weights
+        and not (config.scale_attn_by_inverse_layer_idx or config.add_cross_attention)
+    )
 
 
 class Trained:
@@ -97,9 +157,6 @@ class Trained:
     ) -> None:
         assert checkpoint.moments is not None
         model = copy.deepcopy(checkpoint.model).float().to(device)
-        if copies > 1:
-            # attention without a fused kernel is the one that vmap knows by heart
-            model.set_attn_implementation("eager")
         self.next = NextToken(model)
         self.clip, self.copies, self.device, self.dtype = clip, copies, device, dtype
         # tied weights are one parameter
@@ -164,18 +221,15 @@ class Trained:
 
     def mean_losses(self, batches: "Sequence[Batch]") -> torch.Tensor:
         """float64[copies]: the mean loss over all targets of the batches, which every copy is given."""
-        total = torch.zeros(self.copies, dtype=torch.float64, device=self.device)
         if self.copies == 1:
-            with torch.inference_mode():
-                for batch in batches:
-                    total[0] += self.next.losses(batch.tokens, batch.at, batch.targets).double().sum()
-        else:
-            with torch.no_grad():
-                parameters = self._views(self.weights.data)
-                for batch in batches:
-                    total += torch.func.vmap(self._loss, (0, None, None, None, None))(
-                        parameters, batch.tokens, batch.at, batch.targets, None
-                    )
+            return mean_loss(self.next, batches)[None]
+        total = torch.zeros(self.copies, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            parameters = self._views(self.weights.data)
+            for batch in batches:
+                total += _vmap(self._loss, (0, None, None, None, None))(
+                    parameters, batch.tokens, batch.at, batch.targets, None
+                )
         return total / sum(len(batch.targets) for batch in batches)
 
     def _loss(
@@ -212,7 +266,7 @@ class Trained:
             n = batch.tokens.shape[1]
             tokens[k, 0, :n], targets[k, : n - 1], weights[k, : n - 1] = batch.tokens[0], batch.targets, 1.0 / (n - 1)
         at = torch.arange(length - 1, device=self.device)
-        gradients, losses = torch.func.vmap(torch.func.grad_and_value(self._loss), (0, 0, None, 0, 0))(
+        gradients, losses = _vmap(torch.func.grad_and_value(self._loss), (0, 0, None, 0, 0))(
             self._views(self.weights.data), tokens, at, targets, weights
         )
         torch.cat([gradients[name].flatten(1) for name in self._named], dim=1, out=gradient)
@@ -240,6 +294,17 @@ class Batch:
         self.tokens = tokens
         self.at = index - 1
         self.targets = tokens.flatten()[index]
+
+
+def _vmap(work: Callable[..., Any], dims: tuple[int | None, ...]) -> Callable[..., Any]:
+    """torch.func.vmap with attention as products, which it knows by heart; the fused kernels on a CPU it would loop
+    over."""
+
+    def run(*arguments: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.func.vmap(work, dims)(*arguments)
+
+    return run
 
 
 def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

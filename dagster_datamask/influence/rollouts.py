@@ -15,6 +15,7 @@ many run at once. All is in float32. A trajectory's numbers depend on its docume
 many run at once, never on the process or on what ran before.
 """
 
+import copy
 import os
 import tempfile
 import threading
@@ -142,9 +143,8 @@ class Prober:
         accelerator: Accelerator = _CPU,
         processes: int | None = None,
     ) -> None:
-        if options.fresh_moments:
-            checkpoint = checkpoint.with_fresh_moments()
-        if checkpoint.moments is None:
+        start = checkpoint.with_fresh_moments() if options.fresh_moments else checkpoint
+        if start.moments is None:
             raise NoOptimizerState(
                 "the checkpoint comes without optimizer state, and a probe reloads its moments; take a checkpoint that "
                 "has it, or ask for fresh_moments"
@@ -156,13 +156,13 @@ class Prober:
             raise ValueError(f"the checkpoint's learning rate is {lr}, with which no step moves; give the probe's lr")
         _fits(checkpoint, reference)
         self.checkpoint, self.reference, self.options, self.lr = checkpoint, reference, options, lr
-        self.accelerator = accelerator
+        self.accelerator, self._start = accelerator, start
         cores = len(os.sched_getaffinity(0))
         self.processes = 1 if accelerator.is_cuda else cores if processes is None else processes
         self._pool: ProcessPoolExecutor | None = None
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         with few_threads(1):
-            self._probe = _Probe(checkpoint, reference, options, lr, accelerator)
+            self._probe = _Probe(start, reference, options, lr, accelerator)
         if not np.isfinite(self.base_loss):
             raise ValueError(f"the checkpoint's loss on the reference is {self.base_loss}; take an earlier checkpoint")
 
@@ -288,7 +288,7 @@ class Prober:
             context.set_forkserver_preload(["dagster_datamask.influence.forward"])
             self._scratch = tempfile.TemporaryDirectory(prefix="datamask-probe-")
             folder = Path(self._scratch.name) / "checkpoint"
-            self.checkpoint.save(folder)
+            self._start.save(folder)
             self._pool = ProcessPoolExecutor(
                 self.processes, context, _start, (folder, self.reference, self.options, self.lr, self.accelerator)
             )
@@ -329,6 +329,16 @@ def roll_out(
     """`Prober.roll_out` for one call; whoever has several keeps a Prober."""
     with Prober(checkpoint, reference, options, accelerator=accelerator, processes=processes) as prober:
         return prober.roll_out(documents, trajectories, ids)
+
+
+def reference_loss(checkpoint: Checkpoint, reference: Reference, accelerator: Accelerator = _CPU) -> float:
+    """L(D_r | M): the mean loss over the reference's tokens that count. It takes no optimizer state."""
+    from dagster_datamask.influence.forward import NextToken, mean_loss
+
+    _fits(checkpoint, reference)
+    with few_threads(1):
+        following = NextToken(copy.deepcopy(checkpoint.model).to(accelerator.device))
+        return float(mean_loss(following, _reference_batches(reference, accelerator)))
 
 
 def random_trajectories(ids: Sequence[str], count: int, steps: int, seed: int, first: int = 0) -> np.ndarray:
@@ -386,7 +396,7 @@ class _Probe:
     ) -> None:
         from dagster_datamask.influence.forward import Trained
 
-        self.copies = max(1, min(_COPIES, _WEIGHTS // checkpoint.parameters)) if accelerator.is_cuda else 1
+        self.copies = _copies(checkpoint, accelerator)
         self._device = accelerator.device
         self._trained = Trained(
             checkpoint,
@@ -397,8 +407,7 @@ class _Probe:
             device=accelerator.device,
             copies=self.copies,
         )
-        tokens = CUDA_BATCH_TOKENS if accelerator.is_cuda else CPU_BATCH_TOKENS
-        self._reference = _reference_batches(reference, max(1, tokens // self.copies), accelerator.device)
+        self._reference = _reference_batches(reference, accelerator, self.copies)
         self._base = self._trained.snapshot()
         self._led: tuple[bytes, ...] = ()
         self._state = self._base
@@ -436,6 +445,10 @@ class _Probe:
         return _batch(document[None], None, self._device)
 
 
+def _copies(checkpoint: Checkpoint, accelerator: Accelerator) -> int:
+    return max(1, min(_COPIES, _WEIGHTS // checkpoint.parameters)) if accelerator.is_cuda else 1
+
+
 def _batch(tokens: np.ndarray, mask: np.ndarray | None, device: str) -> "Batch":
     import torch
 
@@ -445,15 +458,16 @@ def _batch(tokens: np.ndarray, mask: np.ndarray | None, device: str) -> "Batch":
     return Batch(torch.from_numpy(tokens.astype(np.int64)).to(device), counted)
 
 
-def _reference_batches(reference: Reference, tokens: int, device: str) -> "list[Batch]":
+def _reference_batches(reference: Reference, accelerator: Accelerator, copies: int = 1) -> "list[Batch]":
     """Examples of like length together; what comes after the last token that counts is left out."""
+    tokens = (CUDA_BATCH_TOKENS if accelerator.is_cuda else CPU_BATCH_TOKENS) // copies
     ends = reference.mask.shape[1] - reference.mask[:, ::-1].argmax(axis=1)
     order = np.argsort(-ends, kind="stable")
     batches, start = [], 0
     while start < len(order):
         length = int(ends[order[start]])
         rows = order[start : start + max(1, tokens // length)]
-        batches.append(_batch(reference.tokens[rows, :length], reference.mask[rows, :length], device))
+        batches.append(_batch(reference.tokens[rows, :length], reference.mask[rows, :length], accelerator.device))
         start += len(rows)
     return batches
 
