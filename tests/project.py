@@ -14,6 +14,7 @@ from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import (
+    baselines,
     calibration,
     classifiers,
     corpus,
@@ -25,6 +26,7 @@ from dagster_datamask.stages import (
     report,
     scores,
     selection_report,
+    substrings,
 )
 from dagster_datamask.stages.base import FITTED, STAGES, Outcome, Run, lineage
 
@@ -164,6 +166,8 @@ class Project:
             "kmeans_clusters": lambda: embeddings.kmeans_clusters(run, snapshot),
             "corpus_selection_state": lambda: corpus.corpus_selection_state(run, source),
             "datamask_masks": lambda: masks.datamask_masks(run, source, snapshot),
+            "exact_substrings": lambda: substrings.exact_substrings(run, source, snapshot),
+            **{name: lambda name=name: baselines.baseline(run, source, snapshot, name) for name in baselines.BASELINES},
             "fineweb_mask_manifest": lambda: manifest.fineweb_mask_manifest(run, snapshot),
             "fineweb_mask": lambda: manifest.fineweb_mask(run, source, snapshot),
             "snapshot_report": lambda: report.snapshot_report(run, source, snapshot),
