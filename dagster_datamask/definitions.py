@@ -5,7 +5,7 @@ Importing this needs no network, no GPU, no credentials and no models; they are 
 
 import dagster as dg
 
-from dagster_datamask.assets import baselines, documents, exports, globals, group_mates, reports, selection
+from dagster_datamask.assets import baselines, cleaning, documents, exports, globals, group_mates, reports, selection
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import build_jobs
@@ -27,6 +27,8 @@ ASSETS: tuple[StageAsset, ...] = (
     globals.quality_calibration,
     globals.kmeans_centroids,
     documents.raw_shards,
+    cleaning.text_duplicates,
+    cleaning.contaminated_documents,
     documents.dclm_scores,
     documents.edu_scores,
     documents.wiki_scores,

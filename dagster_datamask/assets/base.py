@@ -48,6 +48,9 @@ _OF_A_MASK: tuple[_CheckSpec, ...] = (
 )
 CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
     "raw_shards": (("every_shard_readable", False, "No shard of the snapshot was set aside as unreadable."),),
+    "text_duplicates": (
+        ("every_earlier_snapshot_compared", False, "All earlier snapshots that were begun were compared with."),
+    ),
     "corpus_selection_state": (
         *_OF_A_MASK,
         ("every_snapshot_embedded", False, "Every snapshot that was begun has its embeddings, and so a part here."),
@@ -103,7 +106,14 @@ _COLUMN_DESCRIPTIONS = {
     "score": "what the stage computes; in masks and manifest the solver's score",
     "selected": "in the mask",
     "rank": "1 is the best score",
-    "kept_id": "near-duplicate that was kept instead",
+    "kept_id": "document that is kept instead, of which this is a duplicate",
+    "kept_snapshot": "the snapshot of that document",
+    "text_hash": "BLAKE2b of the text's bytes, 128 bits",
+    "evaluation_set": "file of evaluation texts",
+    "item": "row of that file, from 0",
+    "start": "first character of the document's that is shared",
+    "end": "character after the last that is shared",
+    "words": "the shared words, as they are compared",
     "token_count": "tokens, as the source counts them",
     "mask_score": "the solver's score of the document",
     "embedding": "unit vector, float16",

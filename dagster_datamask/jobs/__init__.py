@@ -50,6 +50,11 @@ def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
             "Embeddings, clusters, mask, manifest, the kept documents and the report, from published scores.",
         ),
         (FULL, full, "A snapshot from its shards to the kept documents."),
+        (
+            CLEAN,
+            [name for name, stage in STAGES.items() if stage.group == "cleaning"],
+            "What a snapshot repeats and what of evaluation sets it holds, from what the job full published of it.",
+        ),
         # what is fitted once stays out of every snapshot's runs
         (
             FIT_BASELINES,

@@ -33,6 +33,7 @@ _LOCATIONS = frozenset(
         "score.ultra_labels",
         "export.tokenizer",
         "source.tokenizer",
+        "clean.evaluation_sets",
         "baselines.gneissweb_categories",
         "group_mates.checkpoint",
         "group_mates.tokenizer",
@@ -144,6 +145,11 @@ _MASK_OF = {name: name for name in STRATEGIES} | {
 def mask_of(settings: Settings) -> str:
     """The asset whose mask the manifest keeps under these settings."""
     return _MASK_OF[settings.select.strategy]
+
+
+def strategy_of(mask: str) -> str:
+    """The strategy that a mask is the one of, be it joint or not."""
+    return next(strategy for strategy, asset in _MASK_OF.items() if asset == mask)
 
 
 def _kept_by(mask: str) -> Callable[[Settings], bool]:
@@ -378,6 +384,22 @@ STAGES: dict[str, Stage] = {
             "Every row of the snapshot under a unique doc_id; duplicates, blank texts and bad shards counted.",
         ),
         Stage(
+            "text_duplicates",
+            "1",
+            (),
+            ("raw_shards",),
+            "cleaning",
+            "Documents whose text one before them has, byte for byte: in this snapshot or an earlier one by name.",
+        ),
+        Stage(
+            "contaminated_documents",
+            "1",
+            ("clean.evaluation_sets", "clean.ngram"),
+            ("raw_shards",),
+            "cleaning",
+            "Documents that share clean.ngram words in a row with an evaluation set, with the words and their place.",
+        ),
+        Stage(
             "dclm_scores",
             "1",
             ("models.dclm_label",),
@@ -435,6 +457,10 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
             "What cleaning found and the lowest share by quality marked; every row keeps its decision.",
+            optional=(
+                ("text_duplicates", lambda settings: settings.clean.duplicates == "remove"),
+                ("contaminated_documents", lambda settings: bool(settings.clean.evaluation_sets)),
+            ),
         ),
         Stage(
             "e5_embeddings",
@@ -625,7 +651,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "snapshot_report",
-            "1",
+            "2",
             (),
             (
                 "raw_shards",
@@ -640,7 +666,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "selection_report",
-            "1",
+            "2",
             (),
             (),
             "reports",
