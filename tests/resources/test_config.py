@@ -8,7 +8,15 @@ from dagster_datamask.resources.config import config_class, config_keys, effecti
 from dagster_datamask.settings import SettingsError, load_settings
 from dagster_datamask.stages.base import STAGES
 
-SETTINGS = load_settings(None, ["select.lambda=0.25", "select.budget=5000", "source.on_bad_shard=quarantine"], env={})
+SETTINGS = load_settings(
+    None,
+    ["select.lambda=0.25", "select.budget=5000", "source.on_bad_shard=quarantine", "group_mates.stages=4"],
+    env={},
+)
+# one look at the definitions serves all assets
+SHOWN = {
+    asset.key: asset for asset in build_definitions(SETTINGS).assets or () if isinstance(asset, dg.AssetsDefinition)
+}
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -22,12 +30,7 @@ def test_defaults_are_the_files_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_field_is_typed_and_described_in_dagsters_own_schema(name: str) -> None:
-    asset = next(
-        asset
-        for asset in build_definitions(SETTINGS).assets or ()
-        if isinstance(asset, dg.AssetsDefinition) and asset.key == dg.AssetKey(name)
-    )
-    shown = asset.op.config_schema.config_type.fields
+    shown = SHOWN[dg.AssetKey(name.split("/"))].op.config_schema.config_type.fields
     assert set(shown) == set(config_keys(STAGES[name]))
     for field, spec in shown.items():
         assert spec.description, field
