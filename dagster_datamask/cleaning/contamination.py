@@ -89,9 +89,7 @@ def _read(ref: str) -> EvaluationSet:
     except FileNotFoundError as error:
         raise ValueError(f"{where} does not exist; correct the path, or remove it from the list") from error
     except (pa.ArrowException, EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{where} cannot be read ({(str(error).splitlines() or [''])[0]}); replace the file"
-        ) from error
+        raise ValueError(f"{where} cannot be read ({' '.join(str(error).split())}); replace the file") from error
     return EvaluationSet(name, [list(_texts(row)) for row in rows], digest(content, size=16).hex())
 
 
@@ -103,7 +101,7 @@ def _lines(content: bytes, where: str) -> list[Any]:
                 rows.append(json.loads(line))
             except ValueError as error:
                 raise ValueError(
-                    f"{where}, line {number} is not JSON ({error}); write one JSON value a line"
+                    f"{where}, line {number} is not JSON ({error}); write a JSON value a line"
                 ) from error
     return rows
 
