@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -24,13 +27,16 @@ ZERO_VECTOR = "zero_vector"
 SURROGATES = "surrogates_replaced"
 
 
-def decode_column(column: pa.Array | pa.ChunkedArray) -> tuple[list[str | None], int]:
+def decode_column(column: "pa.Array | pa.ChunkedArray") -> tuple[list[str | None], int]:
     """The texts of a (large_)string or (large_)binary column, and how many rows had bytes replaced.
 
     Invalid UTF-8, encoded lone surrogates included, becomes U+FFFD; null stays None; no bytes raise. An
     all-null column (Arrow type null) is a column of None. Raises TypeError naming the type of any other
     column.
     """
+    # scoring processes read texts alone and fork, which Arrow's own threads forbid
+    import pyarrow as pa
+
     kind = column.type
     if pa.types.is_null(kind):
         return [None] * len(column), 0

@@ -5,6 +5,7 @@ constants and centroids can be explained and refitted, and no snapshot run can m
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dagster_datamask.shards.schemas import BadShard
 from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
-from dagster_datamask.stages.classifiers import classifier_of, open_scorer, precision
+from dagster_datamask.stages.classifiers import classifier_of, precision, scorer_for
 from dagster_datamask.stages.quality import integer_histogram
 
 SAMPLE_FILE = "sample.parquet"
@@ -84,11 +85,14 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
         "precision": precision(run.accelerator),
         "sample": picked_identity(source, picked),
     }
-    with run.generation(stage, None, inputs) as generation:
+    with run.generation(stage, None, inputs) as generation, ExitStack() as opened:
         record = generation.record(SAMPLE_FILE, "")
         if record is None:
             rows = sample_texts(source, picked, settings.calibration_sample, _PURPOSE)
-            scorers = {part: open_scorer(classifiers[part], run.settings, run.accelerator) for part in PARTS}
+            scorers = {
+                part: opened.enter_context(scorer_for(classifiers[part], run.settings, run.accelerator, len(rows)))
+                for part in PARTS
+            }
             progress = run.progress(stage, None)
             with table_file(generation.folder / SAMPLE_FILE, _SAMPLE, _SAMPLED_TEXT_ROWS) as writer:
                 for start in range(0, len(rows), BATCH_ROWS):

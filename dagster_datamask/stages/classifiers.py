@@ -4,10 +4,13 @@ Each is an asset of its own, so that a new model makes exactly its scores stale.
 the published classifier as a Scorer. What a classifier computes is `scoring`'s.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from joblib import cpu_count
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.reporting.figures import calibration_figure
@@ -16,6 +19,7 @@ from dagster_datamask.scoring.card import CARD_FILE, library_versions, model_car
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel, content_revision, resolve_model
+from dagster_datamask.scoring.parallel import FastTextProcesses
 from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, TransformersRegressionScorer, WindowedScorer
 from dagster_datamask.scoring.training import (
     DIMENSION,
@@ -31,6 +35,8 @@ from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
 
 TRAINED = "trained"
 _TRAINING_SEED = 0
+# fewer are scored before a further process has started
+_ROWS_WORTH_A_PROCESS = 1024
 # a demo's thousand texts fill DCLM's 100 dimensions with noise and 120 MB
 _DEMO_DIMENSION = 16
 
@@ -268,27 +274,52 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
 
     Raises ModelUnavailable if what was resolved when the classifier was published is gone or has changed.
     """
-    part = published.asset.removesuffix(classifier_of(""))
-    fact = published.facts
-    if part == "edu" and fact["trained"]:
+    part, fact = _part(published), published.facts
+    if part != "edu":
+        return FastTextScorer(**_fasttext(published, settings))
+    if fact["trained"]:
         encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
         head = EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
         return _windowed(head, encoder.spec.path, encoder.spec.max_length, encoder.spec.prefix, fact)
-    path = (
-        published.path(fact["file"])
-        if fact["trained"]
-        else _unchanged(
-            resolve_model(settings.get(f"models.{part}"), setting=part), fact["revision"], published.asset, part
-        )
-    )
-    if part == "edu":
-        model = TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
-        return _windowed(model, path, model.max_length, "", fact)
+    path = _model(published, settings)
+    model = TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
+    return _windowed(model, path, model.max_length, "", fact)
+
+
+@contextmanager
+def scorer_for(published: Published, settings: Settings, accelerator: Accelerator, rows: int) -> Iterator[Scorer]:
+    """`open_scorer`'s, for `rows` texts: fastText over compute.processes processes, where they have enough to do."""
+    processes = min(settings.compute.processes or cpu_count(), rows // _ROWS_WORTH_A_PROCESS)
+    if _part(published) == "edu" or processes < 2:
+        yield open_scorer(published, settings, accelerator)
+    else:
+        with FastTextProcesses(processes, **_fasttext(published, settings)) as scorer:
+            yield scorer
+
+
+def _part(published: Published) -> str:
+    return published.asset.removesuffix(classifier_of(""))
+
+
+def _fasttext(published: Published, settings: Settings) -> dict[str, Any]:
     tokenizer = None
-    if part == "ultra":
+    if "tokenizer" in published.inputs:
         found = _ultra_tokenizer(settings)
         tokenizer = _unchanged(found, published.inputs["tokenizer"], published.asset, "ultra_tokenizer")
-    return FastTextScorer(path, fact["positive_label"], fact["normaliser"], tokenizer)
+    return {
+        "path": _model(published, settings),
+        "positive_label": published.facts["positive_label"],
+        "normaliser": published.facts["normaliser"],
+        "tokenizer": tokenizer,
+    }
+
+
+def _model(published: Published, settings: Settings) -> Path:
+    if published.facts["trained"]:
+        return published.path(published.facts["file"])
+    part = _part(published)
+    found = resolve_model(settings.get(f"models.{part}"), setting=part)
+    return _unchanged(found, published.facts["revision"], published.asset, part)
 
 
 def _windowed(scorer: Scorer, path: Path, max_length: int, prefix: str, fact: Mapping[str, Any]) -> Scorer:

@@ -4,10 +4,12 @@ What the first three make together is `quality`'s.
 """
 
 from collections import Counter
+from contextlib import ExitStack
 
 import pyarrow as pa
 
 from dagster_datamask.scoring.base import Scorer
+from dagster_datamask.scoring.batching import ahead
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader, Documents
@@ -15,7 +17,7 @@ from dagster_datamask.shards.engine import Counts, map_shards
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
-from dagster_datamask.stages.classifiers import classifier_of, made_by, open_scorer, scorer_identity
+from dagster_datamask.stages.classifiers import classifier_of, made_by, scorer_for, scorer_identity
 
 # side files hold ids and numbers, so far more rows than of text fit one batch
 SIDE_ROWS = 65_536
@@ -29,12 +31,12 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
     raw, classifier = inputs["raw_shards"], inputs[classifier_of(part)]
     reader = DocumentReader(source, raw)
     keys = {"raw_shards": raw.fingerprint, "classifier": scorer_identity(classifier, run.accelerator)}
-    with run.generation(stage, snapshot, keys) as generation:
+    with run.generation(stage, snapshot, keys) as generation, ExitStack() as opened:
         records = map_shards(
             generation,
             raw.shards,
-            lambda shard: reader.batches(shard, ["text"]),
-            lambda: _Score(open_scorer(classifier, run.settings, run.accelerator)),
+            lambda shard: ahead(reader.batches(shard, ["text"])),
+            lambda: _Score(opened.enter_context(scorer_for(classifier, run.settings, run.accelerator, raw.rows))),
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
