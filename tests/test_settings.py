@@ -11,6 +11,12 @@ import pytest
 from dagster_datamask.settings import PROFILES, Settings, SettingsError, known_keys, load_settings, section_models
 from dagster_datamask.stages.base import STAGES
 
+# settings with which every one of the values below goes
+TOGETHER = (
+    "select.solver=certified",
+    *("select.strategy=joint", "select.influence=0.2"),
+    *("group_mates.tokenizer=some/model", "group_mates.method=individual"),
+)
 # a value other than the default for every key a stage can read
 OTHER = {
     "source.url": "elsewhere",
@@ -57,7 +63,7 @@ OTHER = {
     "select.quota": "domain",
     "select.scope": "snapshot",
     "select.on_new_snapshot": "resolve",
-    "select.solver": "top_k",
+    "select.solver": "greedy",
     "select.scale": "raw",
     "select.group": 64,
     "select.lr": 5.0,
@@ -70,6 +76,43 @@ OTHER = {
     "select.split": 1000,
     "select.seed": 7,
     "select.compare_steps": 10,
+    "select.influence": 0.3,
+    "group_mates.stages": 3,
+    "group_mates.checkpoint": "elsewhere",
+    "group_mates.tokenizer": "other/model",
+    "group_mates.vocabulary": 512,
+    "group_mates.layers": 3,
+    "group_mates.width": 128,
+    "group_mates.heads": 2,
+    "group_mates.context": 64,
+    "group_mates.warmup_documents": 10,
+    "group_mates.warmup_steps": 10,
+    "group_mates.batch": 4,
+    "group_mates.lr": 1e-4,
+    "group_mates.schedule": "cosine",
+    "group_mates.continue_steps": 5,
+    "group_mates.reference": "a.parquet",
+    "group_mates.held_out": "b.parquet",
+    "group_mates.reference_documents": 8,
+    "group_mates.probe_documents": 20,
+    "group_mates.trajectories": 12,
+    "group_mates.bootstrap_trajectories": 0,
+    "group_mates.steps": 3,
+    "group_mates.k": 2,
+    "group_mates.probe_lr": 1e-4,
+    "group_mates.beta1": 0.0,
+    "group_mates.mode": "individual",
+    "group_mates.similarity": "ffn",
+    "group_mates.bracket": "clamped",
+    "group_mates.backbone": "fine_tuned",
+    "group_mates.influence_width": 16,
+    "group_mates.epochs": 5,
+    "group_mates.validation": 0.3,
+    "group_mates.clusters": 4,
+    "group_mates.method": "gumbel",
+    "group_mates.budgets": "global",
+    "group_mates.tau": 1.0,
+    "group_mates.seed": 1,
     "export.formats": ["parquet", "jsonl.gz"],
     "export.tokenizer": "other/model",
     "export.end_of_text": "[SEP]",
@@ -125,7 +168,7 @@ def test_the_defaults_are_the_papers() -> None:
 
 def test_every_key_is_read_written_and_described() -> None:
     assert sorted(OTHER) == sorted(set(known_keys()) - {"profile"})
-    settings = loaded("select.solver=certified")
+    settings = loaded(*TOGETHER)
     for key, value in OTHER.items():
         changed = settings.replace({key: value})
         assert settings.get(key) != value
@@ -137,7 +180,7 @@ def test_every_key_is_read_written_and_described() -> None:
 
 
 def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
-    settings = loaded("select.solver=certified")
+    settings = loaded(*TOGETHER)
     before = {name: stage.code_version(settings) for name, stage in STAGES.items()}
     for key, value in OTHER.items():
         changed = settings.replace({key: value})
