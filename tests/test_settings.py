@@ -189,7 +189,7 @@ def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
     for key, stages in {
         "select.lambda": {"corpus_selection_state", "datamask_masks"},
         "select.on_new_snapshot": {"corpus_selection_state"},
-        "select.scope": {"datamask_masks"},
+        "select.steps": {"datamask_masks"},
         "prune.threshold": {"pruned_documents"},
         "cluster.k": {"kmeans_centroids"},
         "source.on_bad_shard": {"raw_shards"},
