@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from dagster_datamask.reporting.figures import quality_diversity_figure
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.scoring.text import decode_column
+from dagster_datamask.scoring.tokenizers import resolve_tokenizer
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
@@ -27,6 +28,7 @@ from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.candidates import is_scored
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
+from dagster_datamask.stages.gneissweb import content_of_categories
 from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
@@ -215,6 +217,12 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         f"{part}_scores": (made[f"{part}_scores"].facts["model_revision"], classifiers[part].facts["revision"])
         for part in classifiers
     }
+    if "exact_substrings" in made:
+        tokenizer = resolve_tokenizer(run.in_force.source.tokenizer).revision
+        models["exact_substrings"] = (made["exact_substrings"].inputs["tokenizer"], tokenizer)
+    labels = content_of_categories(STAGES[mask_of(run.settings)], run.in_force).get("categories")
+    if labels != inputs[mask_of(run.settings)].inputs.get("categories"):
+        foreign.append(f"{mask_of(run.settings)}: made with other categories")
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
 
 
@@ -249,7 +257,8 @@ def mask_figure(published: Published) -> bytes:
         for k, decisions in enumerate((["kept", "not_selected"], ["kept"])):
             rows = table.filter(pc.is_in(table["decision"], value_set=pa.array(decisions)))
             by_quality[k] += integer_histogram(rows["quality"].to_numpy())
-            by_cluster[k].update(rows["cluster"].to_pylist())
+            # a baseline may choose of documents that nobody embedded
+            by_cluster[k].update(rows["cluster"].drop_null().to_pylist())
     clusters = sorted(by_cluster[0])
     return quality_diversity_figure(
         by_quality[0].tolist(),
