@@ -25,7 +25,7 @@ _CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16", "float16": "FP16"}
 _CPU = "CPU"
 
 
-class BackendUnavailable(RuntimeError):
+class BackendUnavailable(ValueError):
     """A back end that was asked for cannot run here; the message says why not, and how to go on."""
 
 

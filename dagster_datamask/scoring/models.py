@@ -216,7 +216,8 @@ def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, k
             raise ModelUnavailable(
                 f"model {ref!r}: not in the local cache, and the hub gave: {_one_line(error)}. Give a "
                 f"local path in "
-                f"datamask.toml ({key}), set HF_HOME to a cache that has it, or HF_TOKEN if it is private"
+                f"datamask.toml ({key}), set HF_HOME to a cache that has it, or HF_TOKEN if it is private or the hub "
+                f"answers too many requests"
             ) from error
         return ResolvedModel(ref, cached, _commit_of(cached), licence_of(cached))
 

@@ -1,3 +1,5 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, XLMRobertaConfig
 
-from dagster_datamask.scoring.batching import OutOfMemory, pack, positions, run, tokenise
+from dagster_datamask.scoring.batching import MOST_CHARACTERS, OutOfMemory, ahead, pack, positions, run, tokenise
 from dagster_datamask.scoring.encoders import Encoder
 
 lengths_lists = st.lists(st.integers(1, 40), max_size=30)
@@ -102,3 +104,95 @@ def test_positions_of_a_roberta_start_behind_the_padding_id() -> None:
 def test_no_rows() -> None:
     none = np.zeros(0, dtype=np.int64)
     assert run(none, none, 10, lambda batch: batch, np.zeros(0)) == []
+
+
+@given(st.lists(st.lists(st.sampled_from(["a", "cell", "語", "x,y"]), max_size=9), min_size=1, max_size=6), st.data())
+def test_padding_is_the_tokenizers_own(encoder: Encoder, words: list[list[str]], data: st.DataObject) -> None:
+    tokenizer = encoder._tokenizer
+    texts = [" ".join(text) for text in words]
+    tokens = tokenise(tokenizer, texts, 7)
+    index = np.array(data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1, max_size=8)))
+    side = data.draw(st.sampled_from(["right", "left"]))
+    before, tokenizer.padding_side = tokenizer.padding_side, side
+    try:
+        found = tokens.padded(tokenizer, index, "cpu")
+        whole = [texts[i] for i in index]
+        expected = tokenizer(whole, truncation=True, max_length=7, padding=True, return_tensors="pt")
+    finally:
+        tokenizer.padding_side = before
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("space", ["\n", "\u2028", "\u3000", "\t"])
+def test_a_head_ends_at_any_white_space(encoder: Encoder, space: str) -> None:
+    seen: list[int] = []
+
+    class Watched:
+        model_input_names = encoder._tokenizer.model_input_names
+
+        def __call__(self, texts: list[str], **options: object) -> object:
+            seen.extend(len(text) for text in texts)
+            return encoder._tokenizer(texts, **options)
+
+    tokens = tokenise(Watched(), [space.join(["word"] * 100_000)], 8)  # type: ignore[arg-type]
+    assert tokens.lengths.tolist() == [8] and max(seen) < 64
+
+
+def test_of_a_text_without_spaces_a_million_characters_are_read(encoder: Encoder) -> None:
+    tokenizer = encoder._tokenizer
+    words = ["x" * (MOST_CHARACTERS + 9), "\x01" * MOST_CHARACTERS + " word", "語" * 5000]
+    tokens = tokenise(tokenizer, words, 6)
+    cls, sep, unknown = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.unk_token_id
+    assert tokens.row(0)["input_ids"] == [cls, unknown, sep]
+    assert tokens.row(1)["input_ids"] == [cls, sep]
+    assert tokens.row(2)["input_ids"] == tokenizer("語語語語")["input_ids"]
+
+
+def test_a_smaller_budget_is_told() -> None:
+    told: list[int] = []
+
+    def forward(batch: np.ndarray) -> np.ndarray:
+        if len(batch) > 3:
+            raise MemoryError
+        return np.zeros(len(batch))
+
+    assert run(np.full(12, 10), np.arange(12), 80, forward, np.zeros(12), told.append) == [2] * 6
+    assert told == [40, 20]
+
+
+def test_the_next_item_is_made_while_one_is_worked_on() -> None:
+    made: list[tuple[int, int]] = []
+    second = threading.Event()
+
+    def items():
+        for i in range(3):
+            made.append((i, threading.get_ident()))
+            if i == 1:
+                second.set()
+            yield i
+
+    found = []
+    for item in ahead(items()):
+        if item == 0:
+            assert second.wait(10)
+        found.append(item)
+    assert found == [0, 1, 2] and [i for i, _ in made] == found
+    assert threading.get_ident() not in {thread for _, thread in made}
+
+
+def test_an_error_ahead_comes_where_its_item_would_and_an_early_end_leaves_no_thread() -> None:
+    def items():
+        yield 1
+        raise ValueError("row 2")
+
+    found = ahead(items())
+    assert next(found) == 1
+    with pytest.raises(ValueError, match="row 2"):
+        next(found)
+    before = threading.active_count()
+    stopped = ahead(iter(range(9)))
+    assert next(stopped) == 0
+    stopped.close()
+    assert threading.active_count() == before
+    assert list(ahead([])) == []

@@ -11,7 +11,9 @@ from urllib.parse import unquote
 
 import fsspec
 import pytest
+from huggingface_hub.errors import HTTPError
 
+from dagster_datamask.failures import is_transient
 from dagster_datamask.scoring.models import ModelUnavailable, content_revision, licence_of, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -189,7 +191,9 @@ class _Hub(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = unquote(self.path.partition("?")[0])
-        if path.startswith("/api/models/org/name"):
+        if "/org/busy" in path:
+            self._send(429, b"{}", body, "application/json", {"Retry-After": "1"})
+        elif path.startswith("/api/models/org/name"):
             if "/tree/" in path:
                 listing: object = [
                     {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text.encode()).hexdigest()}
@@ -254,6 +258,25 @@ def test_reachable_hub_gives_the_files_needed_and_the_commit(tmp_path: Path, hub
     assert Path(file[0]).read_text() == "fasttext"
     assert "no file 'absent.bin'" in absent and "pytorch_model.bin, classifier.bin" in absent
     assert "HF_TOKEN" in unknown
+
+
+def test_a_hub_that_has_too_many_requests(tmp_path: Path, hub: str) -> None:
+    """One line with the status, a second try later, and a copy in the cache is taken meanwhile."""
+    (told,) = resolve_elsewhere(tmp_path, "org/busy", HF_ENDPOINT=hub)
+    assert "429" in told and "\n" not in told
+    assert all(word in told for word in ("not in the local cache", "models.encoder", "HF_HOME", "HF_TOKEN"))
+    complete = cache_layout(tmp_path, "org/busy", REPOSITORY)
+    assert resolve_elsewhere(tmp_path, "org/busy", HF_ENDPOINT=hub) == [[str(complete), COMMIT, "mit"]]
+
+
+def test_too_many_requests_are_worth_a_second_try(hub: str) -> None:
+    from huggingface_hub import HfApi
+
+    with pytest.raises(HTTPError) as answer:
+        HfApi(endpoint=hub).model_info("org/busy", timeout=10)
+    error = ModelUnavailable("model 'org/busy': the hub gave 429")
+    error.__cause__ = answer.value
+    assert is_transient(error)
 
 
 def test_a_fetched_model_is_found_again_without_the_hub_and_a_broken_one_is_not(tmp_path: Path, hub: str) -> None:
