@@ -47,7 +47,8 @@ def strategies_figure(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
             1 - row["cosine"],
             ls="none",
             color=GREY if i == 0 else COLOURS[(i - 1) % len(COLOURS)],
-            marker="X" if i == 0 else MARKERS[(i - 1) % len(MARKERS)],
+            # past the palette's end colours come again with other markers
+            marker="X" if i == 0 else MARKERS[(i - 1 + (i - 1) // len(COLOURS)) % len(MARKERS)],
             markersize=9,
             label=f"{row['name']}: {row['quality']:.2f}, {1 - row['cosine']:.3f}",
         )
@@ -237,7 +238,8 @@ def _shortened(host: str) -> str:
 
 def overlap_figure(names: Sequence[str], shares: np.ndarray, title: str) -> bytes:
     """How much of each mask (row) another one (column) chose too; shares: float64[m, m] of 1, NaN for empty masks."""
-    figure, (axes,) = canvas(title, size=(6.4, 1.9 + 0.42 * len(names)))
+    many = len(names) > 7
+    figure, (axes,) = canvas(title, size=(7.2 if many else 6.4, 1.9 + 0.42 * len(names)))
     if not np.isfinite(shares).any():
         return nothing(figure, axes, "no mask holds a document")
     axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
@@ -245,11 +247,12 @@ def overlap_figure(names: Sequence[str], shares: np.ndarray, title: str) -> byte
     for (i, j), share in np.ndenumerate(shares):
         if np.isfinite(share):
             colour = "white" if share < 0.55 else "black"
-            axes.text(j, i, f"{100 * share:.0f} %", ha="center", va="center", color=colour)
+            text = f"{100 * share:.0f}" if many else f"{100 * share:.0f} %"
+            axes.text(j, i, text, ha="center", va="center", color=colour, fontsize=SMALL if many else None)
     axes.set_xticks(range(len(names)), names, fontsize=SMALL)
     if len(names) > 4:
-        axes.tick_params(axis="x", rotation=20)
+        axes.tick_params(axis="x", rotation=90 if many else 20)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylabel("of the documents of")
-    axes.set_xlabel("this share is in")
+    axes.set_xlabel("this share, in %, is in" if many else "this share is in")
     return png(figure)

@@ -38,6 +38,8 @@ from dagster_datamask.stages.near_duplicates import PLACE, Clusters, compared, i
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 BELOW = "below the threshold"
+# solvers whose order is that of a draw, whatever the score
+DRAWN = ("random", "threshold")
 # documents with what the order goes by: whatever does not pass has a lower priority than all that does
 _ORDERED = pa.schema(
     [

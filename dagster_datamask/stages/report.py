@@ -13,16 +13,17 @@ import pyarrow as pa
 
 from dagster_datamask.reporting.html import Section, self_contained_page
 from dagster_datamask.reporting.tables import markdown_table
-from dagster_datamask.shards.generations import Generation, Published, Store
+from dagster_datamask.shards.generations import Generation, Published
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import atomic, table_file, write_json
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish, mask_of, strategy_of
 from dagster_datamask.stages.calibration import read_centroids
 from dagster_datamask.stages.manifest import SIDECAR, foreign_settings
 from dagster_datamask.stages.masks import mask_figures
 from dagster_datamask.stages.report_examples import SHOWN, cards, chosen, cut_of, excerpts, neighbours
 from dagster_datamask.stages.report_numbers import (
     Numbers,
+    called,
     gather,
     hosts,
     sample_schema,
@@ -33,8 +34,8 @@ from dagster_datamask.stages.report_pages import PAGE, Figure, certificate_in_wo
 
 EXT = ".html"
 NUMBERS, SAMPLE_FILE = "numbers.json", "sample.arrow"
-# assets whose files are masks by CONTRACT's schema, beside datamask_masks
-_STRATEGIES = ("baseline_*", "group_mates_selection")
+# assets whose files are masks of a snapshot
+_SELECTIONS = ("baseline_*", "datamask_masks", "group_mates_selection")
 
 
 def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
@@ -52,12 +53,13 @@ def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
     if foreign:
         return Outcome(None, 0, {}, checks=(same,))
     inputs = {name: every[name] for name in stage.needs(run.settings)}
-    others = _others(run.store, snapshot)
+    others, left_out = _others(run, snapshot, every)
     manifest = inputs["fineweb_mask_manifest"]
-    with run.generation(stage, snapshot, fingerprints(inputs) | fingerprints(others)) as generation:
+    keys = fingerprints(inputs) | fingerprints(others) | {f"not {name}": why for name, why in left_out.items()}
+    with run.generation(stage, snapshot, keys) as generation:
         record = generation.record(PAGE, EXT)
         if record is None:
-            numbers = _make(run, source, generation, inputs, others)
+            numbers = _make(run, source, generation, inputs, others, left_out)
             record = generation.complete(PAGE, EXT, rows=manifest.rows, rows_in=manifest.rows, counts=numbers.decisions)
         told = json.loads((generation.folder / NUMBERS).read_text("utf-8"))
         return finish(
@@ -71,11 +73,22 @@ def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
         )
 
 
-def _others(store: Store, snapshot: str) -> dict[str, Published]:
-    """{strategy: its published masks} of what other selections there are of the snapshot."""
-    names = sorted({path.name for pattern in _STRATEGIES for path in store.root.glob(pattern)})
-    found = {name: store.published(name, snapshot) for name in names}
-    return {name: published for name, published in found.items() if published is not None}
+def _others(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> tuple[dict[str, Published], dict[str, str]]:
+    """({asset: its published mask} of the snapshot's other selections, {asset: why it is not compared})."""
+    own = mask_of(run.settings)
+    names = {path.name for pattern in _SELECTIONS for path in run.store.root.glob(pattern)} - {own}
+    found, left_out = {}, {}
+    for name in sorted(names & STAGES.keys()):
+        stage, published = STAGES[name], run.store.published(name, snapshot)
+        if published is None:
+            continue
+        if (published.code_version, published.settings) != (stage.version, stage.identity(run.in_force)):
+            left_out[name] = "made under other settings or code"
+        elif any(published.inputs.get(a, one.fingerprint) != one.fingerprint for a, one in inputs.items()):
+            left_out[name] = "made of other generations than those published now"
+        else:
+            found[name] = published
+    return found, left_out
 
 
 def _make(
@@ -84,24 +97,26 @@ def _make(
     generation: Generation,
     inputs: Mapping[str, Published],
     others: Mapping[str, Published],
+    left_out: Mapping[str, str],
 ) -> Numbers:
     snapshot = generation.snapshot or ""
-    manifest, raw = inputs["fineweb_mask_manifest"], inputs["raw_shards"]
+    manifest, raw, mask = inputs["fineweb_mask_manifest"], inputs["raw_shards"], inputs[mask_of(run.settings)]
+    own = called(manifest.facts["strategy"])
     run.log(f"snapshot_report {snapshot}: counting {manifest.rows:,} documents")
-    gathered = gather(snapshot, inputs, others, SHOWN)
+    gathered = gather(inputs, mask, {called(strategy_of(name)): other for name, other in others.items()}, SHOWN)
     numbers = gathered.numbers
     largest, before, after = hosts(source, inputs, generation.work)
-    schema = sample_schema(inputs["e5_embeddings"].facts["dimension"], others)
+    schema = sample_schema(inputs["e5_embeddings"].facts["dimension"])
     sample = sample_table(gathered.sample, schema)
     with table_file(generation.folder / SAMPLE_FILE, schema) as writer:
         writer.write(sample)
     run.log(f"snapshot_report {snapshot}: a map of {len(sample):,} documents")
     drawn = [
-        *(_trajectory(heading, png) for heading, png in mask_figures(inputs["datamask_masks"]).items()),
+        *(_trajectory(heading, png) for heading, png in mask_figures(mask).items()),
         *figures(
             snapshot,
             numbers,
-            strategies(sample, tuple(others)),
+            strategies(sample, own),
             read_centroids(run.store.current("kmeans_centroids")),
             largest,
             (before, after),
@@ -111,10 +126,10 @@ def _make(
     nearest = neighbours(inputs, [*kept, *dropped])
     places = {(row["shard"], row["row"]) for row in (*kept, *dropped, *nearest.values())}
     texts = excerpts(source, raw, places)
-    cut = cut_of(inputs, gathered.kept_of_split)
+    cut = cut_of(inputs["pruned_documents"], mask, gathered.kept_of_split)
     sections = [
         in_short(snapshot, numbers),
-        ("How good the mask is", _certificate(inputs["datamask_masks"]), None),
+        ("How good the mask is", _certificate(mask), None),
         *(figure.section() for figure in drawn),
         (
             f"{len(kept)} kept documents",
@@ -128,6 +143,7 @@ def _make(
             "is not lost by dropping it: the nearer it is, the less is.",
             cards(dropped, nearest, texts, cut, numbers),
         ),
+        *([("Selections that are not compared", _not_compared(left_out), None)] if left_out else []),
         ("What it was made from", made_from(manifest), None),
     ]
     write_json(
@@ -139,8 +155,13 @@ def _make(
             "facts": facts_of(numbers) | {name: manifest.facts[name] for name in ("value", "gap", "share")},
         },
     )
-    write_page(generation.folder, f"What DataMask kept of {snapshot}", sections)
+    write_page(generation.folder, f"What {own} kept of {snapshot}", sections)
     return numbers
+
+
+def _not_compared(left_out: Mapping[str, str]) -> str:
+    rows = [{"selection": name, "why": why} for name, why in left_out.items()]
+    return f"Materialise them again to see them here.\n\n{markdown_table(rows, ['selection', 'why'])}"
 
 
 def _trajectory(heading: str, png: bytes) -> Figure:
@@ -201,6 +222,7 @@ def facts_of(numbers: Numbers) -> dict[str, Any]:
         "choosable": choosable.documents,
         "kept": kept.documents,
         "tokens_kept": None if kept.uncounted else kept.tokens,
+        **({"selections": numbers.selected(), "overlaps": numbers.overlaps()} if len(numbers.selections) > 1 else {}),
     }
 
 

@@ -21,6 +21,7 @@ from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.schemas import DECISIONS
 from dagster_datamask.shards.source import Source
+from dagster_datamask.stages.baselines import DRAWN
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
 from dagster_datamask.stages.report_numbers import Numbers
 from dagster_datamask.stages.scores import SIDE_ROWS
@@ -33,7 +34,7 @@ _WORDS = {
     "kept": "kept",
     "not_selected": "dropped: not selected",
     "pruned": "dropped: pruned for its quality",
-    "duplicate": "dropped: a duplicate id",
+    "duplicate": "dropped: a duplicate",
     "contaminated": "dropped: contaminated",
     "unscored": "dropped: no quality score",
     "bad_embedding": "dropped: no vector",
@@ -46,13 +47,14 @@ Place = tuple[str, int]
 @dataclass(frozen=True)
 class Cut:
     """Where the line between kept and dropped lies: the lowest quality that pruning left, and of each split how many
-    are kept, of how many, and the score at that place."""
+    are kept, of how many, and the score at that place; drawn: the places are those of a draw, not of the score."""
 
     quality: float | None
     kept: Mapping[int, int]
     documents: Mapping[int, int]
     score: Mapping[int, float]
     quotas: bool
+    drawn: bool
 
 
 def chosen(examples: Mapping[str, pa.Table]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -68,9 +70,8 @@ def chosen(examples: Mapping[str, pa.Table]) -> tuple[list[dict[str, Any]], list
     return kept, [row for name, number in wanted.items() for row in rows[name][:number]]
 
 
-def cut_of(inputs: Mapping[str, Published], kept_of_split: Counter[int]) -> Cut:
+def cut_of(pruned: Published, masks: Published, kept_of_split: Counter[int]) -> Cut:
     """The cut, by a pass over the masks."""
-    masks = inputs["datamask_masks"]
     documents: Counter[int] = Counter()
     scores: dict[int, float] = {}
     for shard in masks.shards:
@@ -81,8 +82,8 @@ def cut_of(inputs: Mapping[str, Published], kept_of_split: Counter[int]) -> Cut:
                 at = np.flatnonzero((split == number) & (rank == kept_of_split[number]))
                 if at.size:
                     scores[number] = table["score"][int(at[0])].as_py()
-    lowest = inputs["pruned_documents"].facts["lowest_surviving_quality"]
-    return Cut(lowest, kept_of_split, documents, scores, masks.facts["quotas"] is not None)
+    lowest, drawn = pruned.facts["lowest_surviving_quality"], masks.facts["solver"] in DRAWN
+    return Cut(lowest, kept_of_split, documents, scores, masks.facts["quotas"] is not None, drawn)
 
 
 def neighbours(inputs: Mapping[str, Published], rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -104,7 +105,7 @@ def neighbours(inputs: Mapping[str, Published], rows: Sequence[dict[str, Any]]) 
             vectors = Cursor(embedded.path(shard), ["doc_id", "embedding"], EMBEDDING_ROWS)
             for table in read_batches(manifest.path(shard), columns, EMBEDDING_ROWS):
                 found, at = vectors.take(table["doc_id"].combine_chunks())
-                at_kept = pc.equal(table["decision"], "kept").to_numpy()[at]
+                at_kept = pc.equal(table["decision"], "kept").to_numpy()[at] & found["embedding"].is_valid().to_numpy()
                 if not at_kept.any():
                     continue
                 kept = table.take(pa.array(at[at_kept]))
@@ -197,7 +198,7 @@ def cards(
 def _likeness(row: Mapping[str, Any], numbers: Numbers) -> str:
     """How like it is to what is kept, itself left out, as against kept documents among each other."""
     itself = int(row["decision"] == "kept")
-    others = numbers.groups["kept"].documents - itself
+    others = numbers.embedded["kept"] - itself
     if not others:
         return ""
     cosines = _unit(np.array([row["embedding"]], np.float64))[0] @ numbers.vectors["kept"]
@@ -209,7 +210,8 @@ def _likeness(row: Mapping[str, Any], numbers: Numbers) -> str:
 def _scores(row: Mapping[str, Any], usual: float | None) -> str:
     if row["quality"] is None:
         return ""
-    parts = ", ".join(f"{name} {row[key]:.3f}" for name, key in (("DCLM", "dclm"), ("Edu", "edu"), ("Wiki", "wiki")))
+    named = [(name, row[key]) for name, key in (("DCLM", "dclm"), ("Edu", "edu"), ("Wiki", "wiki"))]
+    parts = ", ".join(f"{name} {'none' if score is None else f'{score:.3f}'}" for name, score in named)
     kept = "" if usual is None else f"; kept documents: {usual:.2f} on average"
     return f"quality {row['quality']:.2f} of 15 ({parts}){kept}"
 
@@ -225,6 +227,10 @@ def _from_the_cut(row: Mapping[str, Any], cut: Cut) -> str:
         return ""
     split, rank = row["split"], row["rank"]
     kept, every = cut.kept[split], cut.documents[split]
+    if cut.drawn:
+        return f"place {rank:,} of {every:,} in the order of the draw; {kept:,} are kept"
+    if row["score"] is None:
+        return f"without a score; {kept:,} of {every:,} are kept"
     where = f"place {rank:,} of {every:,} by the solver's score {row['score']:.4g}"
     if cut.quotas:
         return f"{where}; every quota has a cut of its own"

@@ -44,10 +44,17 @@ GROUPS = {
 # half octaves up to 16 million tokens
 LENGTHS = 2.0 ** (np.arange(49) / 2)
 EVERYTHING = "All that could be chosen"
-JOINT, QUALITY, DIVERSITY, RANDOM = "DataMask", "Quality only", "Diversity only", "Random"
+QUALITY, DIVERSITY, RANDOM = "Quality only", "Diversity only", "Random"
+# what strategies are called on a page; baselines by their own names
+_CALLED = {"datamask": "DataMask", "joint": "DataMask with influence", "group_mates": "Group-MATES"}
 _HOSTS_MEMORY = "512MB"
 _HOST_ROWS = pa.schema([("host", pa.string()), ("scored", pa.bool_()), ("kept", pa.bool_())])
 _OF_MASKS = {"rank": pa.int64(), "kept_id": pa.string(), "similarity": pa.float64()}
+
+
+def called(strategy: str) -> str:
+    """A strategy's name for people."""
+    return _CALLED.get(strategy, strategy)
 
 
 @dataclass
@@ -88,33 +95,83 @@ class Group:
 
 @dataclass
 class Numbers:
-    """What adds up over snapshots: decisions, groups, sums of unit vectors, and documents by cluster.
+    """What adds up over snapshots: decisions, groups, sums of unit vectors, documents by cluster, published selections.
 
-    vectors: {group: float64[d]}, the sum of ẑ over the choosable and over the kept; clusters: float64[3, k], of the
-    choosable documents of each cluster how many there are, how many are kept, and the sum of their quality.
+    vectors: {group: float64[d]}, the sum of ẑ over the choosable, over the kept and over each selection; embedded: of
+    how many documents that sum is; clusters: float64[3, k], of the choosable documents of each cluster how many there
+    are, how many are kept, and the sum of their quality. selections: names of published selections, the manifest's own
+    strategy first, each of which is in `groups` too; shared: int64[m, m], documents that two of them have in common.
     """
 
     decisions: Counter[str]
     groups: dict[str, Group]
     vectors: dict[str, np.ndarray]
+    embedded: dict[str, int]
     clusters: np.ndarray
+    selections: tuple[str, ...]
+    shared: np.ndarray
 
     @classmethod
-    def empty(cls, dimension: int, k: int) -> "Numbers":
-        sums = {name: np.zeros(dimension) for name in ("choosable", "kept")}
-        return cls(Counter(), {name: Group() for name in GROUPS}, sums, np.zeros((3, k)))
+    def empty(cls, dimension: int, k: int, selections: Iterable[str] = ()) -> "Numbers":
+        names = tuple(selections)
+        summed = ("choosable", "kept", *names)
+        return cls(
+            Counter(),
+            {name: Group() for name in (*GROUPS, *names)},
+            {name: np.zeros(dimension) for name in summed},
+            dict.fromkeys(summed, 0),
+            np.zeros((3, k)),
+            names,
+            np.zeros((len(names), len(names)), np.int64),
+        )
 
     def add(self, other: "Numbers") -> None:
+        """Add what another has of the same groups, and of selections that are counted here."""
         self.decisions.update(other.decisions)
-        for name, group in other.groups.items():
-            self.groups[name].add(group)
-        for name, total in other.vectors.items():
-            self.vectors[name] = self.vectors[name] + total
+        for name, group in self.groups.items():
+            group.add(other.groups[name])
+        for name, total in self.vectors.items():
+            self.vectors[name] = total + other.vectors[name]
+            self.embedded[name] += other.embedded[name]
         self.clusters = self.clusters + other.clusters
+        places = [other.selections.index(name) for name in self.selections]
+        self.shared = self.shared + other.shared[np.ix_(places, places)]
 
     def cosine(self, group: str) -> float | None:
-        """Mean cosine of two different documents of a group, None where there are no two."""
-        return mean_cosine(self.groups[group].documents, self.vectors[group])
+        """Mean cosine of two different documents of a group that have a vector, None where there are no two."""
+        return mean_cosine(self.embedded[group], self.vectors[group])
+
+    def selected(self) -> list[dict[str, Any]]:
+        """Of each published selection: documents, tokens, and means."""
+        return [
+            {
+                "selection": name,
+                "documents": group.documents,
+                "tokens": None if group.uncounted else group.tokens,
+                "mean tokens": group.mean_tokens,
+                "mean quality": group.mean_quality,
+                "mean cosine": self.cosine(name),
+                "with a vector": self.embedded[name],
+            }
+            for name, group in ((name, self.groups[name]) for name in self.selections)
+        ]
+
+    def overlaps(self) -> list[dict[str, Any]]:
+        """Of each pair of published selections: the documents in both, Jaccard's index, and their share of either."""
+        sizes = np.diag(self.shared).tolist()
+        return [
+            {
+                "a": self.selections[i],
+                "b": self.selections[j],
+                "in both": both,
+                "jaccard": both / (sizes[i] + sizes[j] - both) if sizes[i] + sizes[j] else None,
+                "share of a": both / sizes[i] if sizes[i] else None,
+                "share of b": both / sizes[j] if sizes[j] else None,
+            }
+            for i in range(len(sizes))
+            for j in range(i + 1, len(sizes))
+            for both in [int(self.shared[i, j])]
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         groups = {
@@ -124,7 +181,10 @@ class Numbers:
             "decisions": dict(self.decisions),
             "groups": groups,
             "vectors": {name: total.tolist() for name, total in self.vectors.items()},
+            "embedded": self.embedded,
             "clusters": self.clusters.tolist(),
+            "selections": list(self.selections),
+            "shared": self.shared.tolist(),
         }
 
     @classmethod
@@ -134,7 +194,15 @@ class Numbers:
             for name, group in told["groups"].items()
         }
         sums = {name: np.array(total) for name, total in told["vectors"].items()}
-        return cls(Counter(told["decisions"]), groups, sums, np.array(told["clusters"]).reshape(3, -1))
+        return cls(
+            Counter(told["decisions"]),
+            groups,
+            sums,
+            dict(told["embedded"]),
+            np.array(told["clusters"]).reshape(3, -1),
+            tuple(told["selections"]),
+            np.array(told["shared"], np.int64).reshape((len(told["selections"]),) * 2),
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -187,18 +255,22 @@ class Gathered:
 
 
 def gather(
-    snapshot: str, inputs: Mapping[str, Published], others: Mapping[str, Published], per_decision: int
+    inputs: Mapping[str, Published], own: Published, others: Mapping[str, Published], per_decision: int
 ) -> Gathered:
     """Read manifest, vectors and masks of a snapshot once, side by side, in flat memory.
 
-    others: {strategy: its published masks}, whose choice becomes a bool column of the sample, named after it.
+    own: the mask that the manifest keeps; others: {name: another published selection of the snapshot}.
     """
     manifest, embedded = inputs["fineweb_mask_manifest"], inputs["e5_embeddings"]
-    numbers = Numbers.empty(embedded.facts["dimension"], inputs["kmeans_clusters"].facts["clusters"])
+    numbers = Numbers.empty(
+        embedded.facts["dimension"],
+        inputs["kmeans_clusters"].facts["clusters"],
+        (called(manifest.facts["strategy"]), *others),
+    )
     sample, examples, kept_of_split = Least(SAMPLE), dict[str, Least](), Counter[int]()
     for shard in manifest.shards:
         vectors = Cursor(embedded.path(shard), None, EMBEDDING_ROWS)
-        masks = Cursor(inputs["datamask_masks"].path(shard), ["doc_id", *_OF_MASKS], EMBEDDING_ROWS)
+        masks = Cursor(own.path(shard), ["doc_id", *_OF_MASKS], EMBEDDING_ROWS)
         marks = {
             name: Cursor(other.path(shard), ["doc_id", "selected"], EMBEDDING_ROWS) for name, other in others.items()
         }
@@ -206,7 +278,7 @@ def gather(
             batch = _Batch(table, vectors, masks, marks)
             _count(numbers, batch)
             kept_of_split.update(table.filter(pa.array(batch.kept))["split"].to_pylist())
-            sample.offer(batch.keys, np.flatnonzero(batch.choosable), batch.rows)
+            sample.offer(batch.keys, np.flatnonzero(batch.choosable & batch.embedded), batch.rows)
             for decision in set(batch.decisions.tolist()):
                 least = examples.setdefault(decision, Least(per_decision))
                 least.offer(batch.keys, np.flatnonzero(batch.decisions == decision), batch.rows)
@@ -228,15 +300,21 @@ class _Batch:
         self.kept = self.decisions == "kept"
         self.choosable = self.kept | (self.decisions == "not_selected")
         self._found, self._at = vectors.take(ids)
+        self.embedded = np.zeros(len(ids), dtype=bool)
+        self.embedded[self._at] = self._found["embedding"].is_valid().to_numpy()
         chosen, at = masks.take(ids)
         self._of_masks = {name: scatter(chosen[name], at, len(ids)) for name in _OF_MASKS}
-        for name, cursor in marks.items():
+        # of the published selections, in the order of `Numbers.selections`: whether they hold a document
+        self.selected = [self.kept]
+        for cursor in marks.values():
             other, at = cursor.take(ids)
-            self._of_masks[name] = pc.fill_null(scatter(other["selected"], at, len(ids)), False)
+            held = np.zeros(len(ids), dtype=bool)
+            held[at] = other["selected"].to_numpy()
+            self.selected.append(held)
 
     def unit(self, mask: np.ndarray) -> np.ndarray:
-        """float64[m, d]: ẑ of the documents of a mask, all of which have a vector."""
-        z = vectors_of(self._found.filter(pa.array(mask[self._at]))).astype(np.float64)
+        """float64[m, d]: ẑ of the documents of a mask that have a vector."""
+        z = vectors_of(self._found.filter(pa.array((mask & self.embedded)[self._at]))).astype(np.float64)
         return z / np.linalg.norm(z, axis=1, keepdims=True)
 
     def rows(self, positions: np.ndarray) -> pa.Table:
@@ -256,17 +334,24 @@ def _count(numbers: Numbers, batch: _Batch) -> None:
     for name, decisions in GROUPS.items():
         inside = pc.is_in(batch.table["decision"], value_set=pa.array(decisions))
         numbers.groups[name].count(batch.table.filter(inside))
-    z = batch.unit(batch.choosable)
-    numbers.vectors["choosable"] += z.sum(axis=0)
-    numbers.vectors["kept"] += z[batch.kept[batch.choosable]].sum(axis=0)
-    chosen = batch.table.filter(pa.array(batch.choosable))
+    selected = dict(zip(numbers.selections, batch.selected, strict=True))
+    for name, mask in selected.items():
+        numbers.groups[name].count(batch.table.filter(pa.array(mask)))
+    masks = np.array(batch.selected, dtype=np.int64)
+    numbers.shared += masks @ masks.T
+    z = batch.unit(np.ones(len(batch.table), dtype=bool))
+    for name, mask in ({"choosable": batch.choosable, "kept": batch.kept} | selected).items():
+        numbers.vectors[name] += z[mask[batch.embedded]].sum(axis=0)
+        numbers.embedded[name] += int((mask & batch.embedded).sum())
+    clustered = batch.choosable & batch.embedded
+    chosen = batch.table.filter(pa.array(clustered))
     cluster, k = chosen["cluster"].to_numpy(), numbers.clusters.shape[1]
     numbers.clusters[0] += np.bincount(cluster, minlength=k)
-    numbers.clusters[1] += np.bincount(cluster[batch.kept[batch.choosable]], minlength=k)
+    numbers.clusters[1] += np.bincount(cluster[batch.kept[clustered]], minlength=k)
     numbers.clusters[2] += np.bincount(cluster, weights=chosen["quality"].to_numpy(), minlength=k)
 
 
-def sample_schema(dimension: int, others: Iterable[str]) -> pa.Schema:
+def sample_schema(dimension: int) -> pa.Schema:
     """What is published of the sample."""
     own = [MANIFEST.field(name) for name in ("snapshot", "doc_id", "quality", "cluster", "token_count")]
     return pa.schema(
@@ -274,7 +359,6 @@ def sample_schema(dimension: int, others: Iterable[str]) -> pa.Schema:
             ("key", pa.uint64()),
             *own,
             ("selected", pa.bool_()),
-            *((name, pa.bool_()) for name in others),
             ("embedding", pa.list_(pa.float16(), dimension)),
         ]
     )
@@ -301,16 +385,17 @@ def _taken(table: pa.Table, positions: np.ndarray) -> pa.Table:
 
 @dataclass(frozen=True)
 class Strategies:
-    """Masks of one size over the sample, each as bool[n]: the published one, and others chosen of the sample alone.
+    """Masks of one size over the sample, each as bool[n]: the published one (`own`), and others chosen of the sample
+    alone.
 
     places: float64[n, 2] of a map of the sample (t-SNE), None where it is too small; solved: {mask solved here: how}.
     """
 
+    own: str
     masks: dict[str, np.ndarray]
     solved: dict[str, Selection]
     places: np.ndarray | None
     table: pa.Table
-    others: tuple[str, ...]
 
     @property
     def unit(self) -> np.ndarray:
@@ -340,8 +425,8 @@ class Strategies:
         return np.divide(masks @ masks.T, sizes, out=np.full((len(masks),) * 2, np.nan), where=sizes > 0)
 
 
-def strategies(table: pa.Table, others: tuple[str, ...] = ()) -> Strategies:
-    """The masks of the sample; `others` are bool columns of it with the choice of other published strategies."""
+def strategies(table: pa.Table, own: str) -> Strategies:
+    """The masks of the sample, `own` being what the published one is called."""
     selected = table["selected"].to_numpy().astype(bool)
     size, n = int(selected.sum()), len(selected)
     solved: dict[str, Selection] = {}
@@ -351,13 +436,12 @@ def strategies(table: pa.Table, others: tuple[str, ...] = ()) -> Strategies:
         for name, lam, solver in ((QUALITY, 1.0, "certified"), (DIVERSITY, 0.0, "certified"), (RANDOM, 0.0, "random")):
             objective = QualityDiversity(z, quality, lam, "raw")
             solved[name] = solve(objective, size, solver=solver, seed=0, split="report", ids=ids)
-    masks = {JOINT: selected}
+    masks = {own: selected}
     for name in (QUALITY, DIVERSITY, RANDOM):
         masks[name] = np.zeros(n, bool)
         if name in solved:
             masks[name][solved[name].indices] = True
-    masks |= {name: table[name].to_numpy().astype(bool) for name in others}
-    return Strategies(masks, solved, _map(table), table, others)
+    return Strategies(own, masks, solved, _map(table), table)
 
 
 def _map(table: pa.Table) -> np.ndarray | None:

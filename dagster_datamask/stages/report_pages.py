@@ -24,7 +24,7 @@ from dagster_datamask.shards.schemas import DECISIONS
 from dagster_datamask.stages.report_numbers import (
     DIVERSITY,
     EVERYTHING,
-    JOINT,
+    GROUPS,
     LENGTHS,
     QUALITY,
     RANDOM,
@@ -34,12 +34,12 @@ from dagster_datamask.stages.report_numbers import (
 
 PAGE = "report"
 _HOSTS_SHOWN = 15
-_NAMES = {"scored": "scored", "choosable": "left by pruning", "kept": "kept"}
+_NAMES = {"scored": "scored", "choosable": "to choose from", "kept": "kept"}
 _MEANING = {
     "kept": "in the mask",
     "not_selected": "could have been chosen, and was not",
     "pruned": "quality below the cut",
-    "duplicate": "its id came before",
+    "duplicate": "its id or its text came before, or a kept document says the same",
     "contaminated": "holds text of a benchmark",
     "unscored": "a classifier gave no score",
     "bad_embedding": "the encoder gave no vector",
@@ -69,16 +69,16 @@ def in_short(what: str, numbers: Numbers) -> Section:
     if not every:
         return "In short", f"{what} holds no readable document: there is nothing to select and nothing to show.", None
     lines = [
-        f"Of {every:,} readable documents {scored.documents:,} have a quality; pruning by quality and embedding left "
-        f"{choosable.documents:,} to choose from, and {kept.documents:,} are kept"
+        f"Of {every:,} readable documents {scored.documents:,} have a quality; there were {choosable.documents:,} to "
+        f"choose from, and {kept.documents:,} are kept"
         + (f": {100 * kept.documents / scored.documents:.1f} % of the scored ones." if scored.documents else ".")
     ]
     if kept.mean_quality is not None:
         lines.append(
-            f"Mean quality rises from {scored.mean_quality:.2f} (scored) over {choosable.mean_quality:.2f} (left by "
-            f"pruning) to **{kept.mean_quality:.2f}** (kept), of 15."
+            f"Mean quality rises from {scored.mean_quality:.2f} (scored) over {choosable.mean_quality:.2f} (to choose "
+            f"from) to **{kept.mean_quality:.2f}** (kept), of 15."
             if kept.mean_quality >= (choosable.mean_quality or 0)
-            else f"Mean quality is {scored.mean_quality:.2f} (scored), {choosable.mean_quality:.2f} (left by pruning) "
+            else f"Mean quality is {scored.mean_quality:.2f} (scored), {choosable.mean_quality:.2f} (to choose from) "
             f"and **{kept.mean_quality:.2f}** (kept), of 15."
         )
     before, after = numbers.cosine("choosable"), numbers.cosine("kept")
@@ -88,6 +88,11 @@ def in_short(what: str, numbers: Numbers) -> Section:
             f"**{after:.3f}**: what is kept is {'more' if after < before else 'less'} diverse than what it was chosen "
             "from."
         )
+        without = kept.documents - numbers.embedded["kept"]
+        if without:
+            lines[-1] += (
+                f" That is of those with a vector; {without:,} of the kept ones have none, pruned as they were."
+            )
     if kept.documents and not kept.uncounted:
         lines.append(f"The kept documents hold {human(kept.tokens)} tokens, {human(kept.mean_tokens)} each on average.")
     decisions = [
@@ -107,9 +112,11 @@ def in_short(what: str, numbers: Numbers) -> Section:
 def certificate_in_words(facts: Mapping[str, Any], of: str) -> str:
     """Value, baseline, bound, gap and share of published masks in words, and as a table.
 
-    facts: those of datamask_masks or corpus_selection_state; `of`: what the mask was chosen from.
+    facts: those of a mask or of corpus_selection_state; `of`: what the mask was chosen from.
     """
     certificate = facts["certificate"]
+    if facts["lambda"] is None:
+        return f"Nothing is maximised, so there is no bound to compare the mask with: {certificate['reason']}."
     value, bound, gap = facts["value"], certificate["upper_bound"], certificate["gap"]
     baseline, share, reason = (certificate[key] for key in ("baseline", "share", "reason"))
     numbers = {
@@ -150,6 +157,7 @@ def figures(
     hosts there are before and after, None where unknown."""
     return [
         _quality(what, numbers),
+        *_published(what, numbers),
         *_of_the_sample(what, numbers, found),
         _clusters(what, numbers, centroids),
         _lengths(what, numbers),
@@ -158,7 +166,7 @@ def figures(
 
 
 def _quality(what: str, numbers: Numbers) -> Figure:
-    groups = numbers.groups
+    groups = {name: numbers.groups[name] for name in GROUPS}
     return Figure(
         "Quality before and after",
         "Every document's quality, rounded. The grey line is what was scored; pruning cuts its left end off, which "
@@ -172,21 +180,63 @@ def _quality(what: str, numbers: Numbers) -> Figure:
     )
 
 
+def _published(what: str, numbers: Numbers) -> list[Figure]:
+    """The published selections beside each other, where there is more than one."""
+    names, rows = numbers.selections, numbers.selected()
+    if len(names) < 2:
+        return []
+    pool = numbers.groups["choosable"]
+    points = [{"name": EVERYTHING, "quality": pool.mean_quality, "cosine": numbers.cosine("choosable")}]
+    points += [{"name": r["selection"], "quality": r["mean quality"], "cosine": r["mean cosine"]} for r in rows]
+    shown = [
+        row
+        | {"mean tokens": _rounded(row["mean tokens"], 1)}
+        | {"mean quality": _rounded(row["mean quality"])}
+        | {"mean cosine": _rounded(row["mean cosine"], 4)}
+        for row in rows
+    ]
+    pairs = [
+        row | {name: _rounded(row[name]) for name in ("jaccard", "share of a", "share of b")}
+        for row in numbers.overlaps()
+    ]
+    sizes = np.diag(numbers.shared).astype(np.float64)[:, None]
+    shares = np.divide(numbers.shared, sizes, out=np.full(numbers.shared.shape, np.nan), where=sizes > 0)
+    return [
+        Figure(
+            "Published selections, beside each other",
+            f"Right is better, and up is better. All documents of each selection count, not a sample; {names[0]} is "
+            "what is kept, the others were made at the same budget. Diversity is that of the documents with a vector: "
+            "where they are fewer than there are documents, the others were pruned (embed.documents = all gives them "
+            "one, too).",
+            strategies_figure(points, f"{what}: selections at one budget"),
+            markdown_table(shown, list(shown[0])),
+        ),
+        Figure(
+            "How far the published selections agree",
+            "The share of the row's documents that the column holds too; below, each pair with the documents that are "
+            "in both and Jaccard's index, the share of those in either that are in both.",
+            overlap_figure(names, shares, f"{what}: overlap of the published selections"),
+            markdown_table(pairs, list(pairs[0])),
+        ),
+    ]
+
+
 def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figure]:
-    n, size = len(found.table), int(found.masks[JOINT].sum())
-    every = numbers.groups["choosable"].documents
+    own, n = found.own, len(found.table)
+    size, every = int(found.masks[own].sum()), numbers.embedded["choosable"]
+    embedded = " with a vector" if every < numbers.groups["choosable"].documents else ""
     sample = (
-        f"all {n:,} documents that could be chosen"
+        f"all {n:,} documents{embedded} that could be chosen"
         if n == every
-        else f"a sample of {n:,} of the {every:,} documents that could be chosen, drawn by the hash of their ids"
+        else f"a sample of {n:,} of the {every:,} documents{embedded} that could be chosen, drawn by the hash of their "
+        "ids"
     )
     gaps = [s.certificate.gap for name, s in found.solved.items() if name != RANDOM and s.certificate.gap is not None]
     solved = (
         f"{QUALITY} (λ = 1) and {DIVERSITY} (λ = 0) are solved on {'them' if n == every else 'the sample'} by the "
-        f"certified solver for the {size:,} documents that {JOINT} keeps there"
+        f"certified solver for the {size:,} documents that {own} keeps there"
         + (f" (gap at most {max(gaps):.0e})" if gaps and size else "")
-        + f"; {RANDOM} keeps as many by the hash of their ids"
-        + (f"; {', '.join(found.others)} as published." if found.others else ".")
+        + f"; {RANDOM} keeps as many by the hash of their ids."
     )
     names = list(found.masks)
     rows = [
@@ -200,13 +250,13 @@ def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figur
         for row in found.worth()
     ]
     chance = f"{100 * size / n:.0f} %" if n else "nothing"
-    shown = {EVERYTHING: np.ones(n, bool), **{name: found.masks[name] for name in (JOINT, QUALITY, DIVERSITY)}}
+    shown = {EVERYTHING: np.ones(n, bool), **{name: found.masks[name] for name in (own, QUALITY, DIVERSITY)}}
     return [
         Figure(
             "Quality and diversity, weighed against each other",
             f"Right is better, and up is better; measured on {sample}. No mask of this size lies further right than "
             f"{QUALITY}, and hardly one further up than {DIVERSITY}: the corner between them is out of reach. See how "
-            f"near {JOINT} comes to it, and how far from {RANDOM}. {solved}",
+            f"near {own} comes to it, and how far from {RANDOM}. {solved}",
             strategies_figure(
                 found.worth(), f"{what}: {human(size)} of {human(n)} documents, chosen in different ways"
             ),
@@ -216,14 +266,14 @@ def _of_the_sample(what: str, numbers: Numbers, found: Strategies) -> list[Figur
             "A map of the documents",
             f"t-SNE of the embeddings of {sample}: neighbours say similar things, distances between far groups mean "
             f"little. In colour is what a selection keeps. Look for regions that {QUALITY} crowds and for those that "
-            f"it leaves empty; {DIVERSITY} takes from the edges, where documents are unlike the rest. Where {JOINT} "
+            f"it leaves empty; {DIVERSITY} takes from the edges, where documents are unlike the rest. Where {own} "
             f"has colour in a region that {QUALITY} leaves, diversity has brought it in. {solved}",
             selections_map_figure(found.places, shown, f"{what}: which regions each selection reaches"),
         ),
         Figure(
             "How far the selections agree",
             f"The share of the row's documents that the column chose too, on {sample}. By chance it would be {chance}. "
-            f"{JOINT} near to 100 % in one column means that this aim alone decides; near to chance in a column, that "
+            f"{own} near to 100 % in one column means that this aim alone decides; near to chance in a column, that "
             "it plays no part.",
             overlap_figure(names, found.overlap(), f"{what}: overlap of the selections"),
         ),
@@ -248,7 +298,7 @@ def _clusters(what: str, numbers: Numbers, centroids: np.ndarray) -> Figure:
 
 
 def _lengths(what: str, numbers: Numbers) -> Figure:
-    groups = numbers.groups
+    groups = {name: numbers.groups[name] for name in GROUPS}
     rows = [
         {
             "documents": _NAMES[name],

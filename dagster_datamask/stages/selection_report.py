@@ -34,7 +34,7 @@ from dagster_datamask.stages.report import (
     write_figures,
     write_page,
 )
-from dagster_datamask.stages.report_numbers import Numbers, merged, sample_schema, strategies
+from dagster_datamask.stages.report_numbers import Numbers, called, merged, sample_schema, strategies
 from dagster_datamask.stages.report_pages import PAGE, Figure, certificate_in_words, figures, in_short
 
 _WHAT = "The corpus"
@@ -193,7 +193,9 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
     drawn = {
         name: one
         for name, one in found.items()
-        if one.report is not None and _sidecar(one.manifest)["fingerprints"]["kmeans_centroids"] == frozen.fingerprint
+        if one.report is not None
+        and one.report.code_version == STAGES[_REPORT].version
+        and _sidecar(one.manifest)["fingerprints"]["kmeans_centroids"] == frozen.fingerprint
     }
     run.log(f"selection_report: {len(found)} snapshots, {len(drawn)} of them in the figures")
     numbers = {name: Numbers.from_dict(one.told["numbers"]) for name, one in drawn.items()}
@@ -203,7 +205,12 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
     facts: dict[str, Any] = {"snapshots": len(found), "snapshots_in_figures": len(drawn), "waiting": len(waiting)}
     if drawn:
         centroids = read_centroids(frozen)
-        total = Numbers.empty(*centroids.shape[::-1])
+        # of selections to compare with, those that every snapshot has
+        every = set.intersection(*(set(one.selections) for one in numbers.values()))
+        own = called(run.in_force.select.strategy)
+        names = [own, *sorted(every - {own})]
+        k, dimension = centroids.shape
+        total = Numbers.empty(dimension, k, names)
         hosts: Counter[str] = Counter()
         kept_of_hosts: Counter[str] = Counter()
         for name, one in drawn.items():
@@ -215,11 +222,10 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
             {"host": host, "scored": scored, "kept": kept_of_hosts[host]}
             for host, scored in sorted(hosts.items(), key=lambda item: (-item[1], item[0]))
         ]
-        names = sample_schema(centroids.shape[1], ()).names
-        samples = (read_sample(one.report).select(names) for one in drawn.values() if one.report)
-        sample = merged(samples)
-        empty = sample_schema(centroids.shape[1], ()).empty_table()
-        pictures = figures(_WHAT, total, strategies(empty if sample is None else sample), centroids, largest, None)
+        sample = merged(read_sample(one.report) for one in drawn.values() if one.report)
+        empty = sample_schema(dimension).empty_table()
+        found_in = strategies(empty if sample is None else sample, own)
+        pictures = figures(_WHAT, total, found_in, centroids, largest, None)
         sections = [in_short(f"{_WHAT} of {len(drawn)} snapshots", total)]
         facts |= facts_of(total)
     sections += [
@@ -229,7 +235,9 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
         *(figure.section() for figure in pictures),
     ]
     write_json(generation.folder / NUMBERS, {"figures": write_figures(generation.folder, pictures), "facts": facts})
-    write_page(generation.folder, f"What DataMask kept of {len(found)} snapshots", sections)
+    write_page(
+        generation.folder, f"What {called(run.in_force.select.strategy)} kept of {len(found)} snapshots", sections
+    )
 
 
 def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> str:

@@ -8,20 +8,18 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from threadpoolctl import threadpool_limits
 
 from dagster_datamask.shards.generations import Published
-from dagster_datamask.shards.schemas import MASKS, InconsistentFiles
+from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.stages.base import Outcome, Run, fingerprints
 from dagster_datamask.stages.report import NUMBERS, read_sample, snapshot_report
 from dagster_datamask.stages.report_examples import chosen
 from dagster_datamask.stages.report_numbers import (
     DIVERSITY,
-    JOINT,
     LENGTHS,
     QUALITY,
     RANDOM,
@@ -110,7 +108,7 @@ class TestNumbers:
 
     def test_numbers_survive_their_file_and_add_up(self, finished: Finished) -> None:
         told = numbers(finished[1]["snapshot_report"].published)
-        twice = Numbers.empty(len(told.vectors["kept"]), told.clusters.shape[1])
+        twice = Numbers.empty(len(told.vectors["kept"]), told.clusters.shape[1], told.selections)
         twice.add(told)
         twice.add(Numbers.from_dict(json.loads(json.dumps(told.as_dict()))))
         assert twice.groups["kept"].documents == 2 * told.groups["kept"].documents
@@ -161,31 +159,31 @@ class TestSample:
 
     def test_other_masks_have_the_size_of_the_joint_one_and_are_the_best_in_their_way(self, finished: Finished) -> None:
         sample = read_sample(finished[1]["snapshot_report"].published)
-        found = strategies(sample)
+        found = strategies(sample, "DataMask")
         assert [int(mask.sum()) for mask in found.masks.values()] == [7] * 4
         quality = sample["quality"].to_numpy()
         assert sorted(quality[found.masks[QUALITY]]) == sorted(quality)[-7:]
         worth = {row["name"]: row for row in found.worth()}
-        assert worth[DIVERSITY]["cosine"] <= min(worth[name]["cosine"] for name in (JOINT, QUALITY, RANDOM))
+        assert worth[DIVERSITY]["cosine"] <= min(worth[name]["cosine"] for name in ("DataMask", QUALITY, RANDOM))
         for name, mask in found.masks.items():
             assert worth[name]["cosine"] == pytest.approx(mean_cosine(found.unit[mask]))
         overlap = found.overlap()
         assert np.array_equal(np.diag(overlap), np.ones(4))
-        assert overlap[0, 1] == (found.masks[JOINT] & found.masks[QUALITY]).sum() / 7
+        assert overlap[0, 1] == (found.masks["DataMask"] & found.masks[QUALITY]).sum() / 7
 
     def test_threads_change_nothing(self, finished: Finished) -> None:
         sample = read_sample(finished[1]["snapshot_report"].published)
         found = []
         for threads in (1, 2):
             with threadpool_limits(threads):
-                found.append(strategies(sample))
+                found.append(strategies(sample, "DataMask"))
         places = [one.places for one in found]
         assert places[0] is not None and np.array_equal(places[0], places[1])
         assert all(np.array_equal(found[0].masks[name], found[1].masks[name]) for name in found[0].masks)
 
     @pytest.mark.parametrize("n", [0, 1, 2, 4])
     def test_few_documents_have_masks_but_no_map(self, finished: Finished, n: int) -> None:
-        found = strategies(read_sample(finished[1]["snapshot_report"].published).slice(0, n))
+        found = strategies(read_sample(finished[1]["snapshot_report"].published).slice(0, n), "DataMask")
         assert found.places is None
         assert {len(mask) for mask in found.masks.values()} == {n}
 
@@ -193,7 +191,7 @@ class TestSample:
         sample = read_sample(finished[1]["snapshot_report"].published)
         first = sample["embedding"].combine_chunks().take(pa.array([0] * len(sample)))
         equal = sample.set_column(sample.schema.get_field_index("embedding"), "embedding", first)
-        assert strategies(equal).places is None
+        assert strategies(equal, "DataMask").places is None
 
 
 class TestDocuments:
@@ -333,7 +331,7 @@ class TestPage:
         html = page(outcome.published)
         rows = rows_of(outcomes["fineweb_mask_manifest"].published)
         assert outcome.counts == dict(rows["decision"].value_counts().iter_rows())
-        assert "dropped: no usable text" in html and "dropped: a duplicate id" in html and "(no text)" in html
+        assert "dropped: no usable text" in html and "dropped: a duplicate" in html and "(no text)" in html
         assert "places outside" not in html or outcome.facts["kept"] < outcome.facts["choosable"]
         assert outcome.facts["tokens_kept"] is None
         assert numbers(outcome.published).groups["kept"].uncounted > 0
@@ -366,24 +364,73 @@ def test_every_way_of_selecting_has_its_page(
     assert says in html
 
 
-def test_other_published_strategies_are_compared(finished: Finished, tmp_path: Path) -> None:
-    own = copied(finished[0], tmp_path / "root")
-    masks = own.store.current("datamask_masks", FIRST)
-    with own.store.generation("baseline_first", FIRST, code_version="1", settings={}, inputs={}) as generation:
-        records = []
-        for shard in masks.shards:
-            table = pq.read_table(masks.path(shard))
-            chosen_rows = np.arange(len(table)) < 3
-            table = table.set_column(1, "selected", pa.array(chosen_rows)).cast(MASKS)
-            pq.write_table(table, generation.folder / f"{shard}.parquet")
-            rows = len(table)
-            records.append(generation.complete(shard, ".parquet", rows=rows, rows_in=rows, counts={"kept": 3}))
-        generation.publish(records, ".parquet", {})
-    outcome = own.stage("snapshot_report", FIRST)
-    sample = read_sample(outcome.published)
-    assert sample["baseline_first"].to_numpy().sum() == 6
-    assert "<td>baseline_first</td>" in page(outcome.published)
-    assert outcome.published.inputs["baseline_first"] == own.store.current("baseline_first", FIRST).fingerprint
+COMPARED = ("baseline_random", "baseline_fineweb_edu", "baseline_semdedup", "baseline_quality")
+
+
+@pytest.fixture(scope="module")
+def compared(finished: Finished, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Outcome]:
+    """The finished project with some baselines, and its report made anew."""
+    own = copied(finished[0], tmp_path_factory.mktemp("compared") / "root")
+    for name in COMPARED:
+        own.stage(name, FIRST)
+    return own, own.stage("snapshot_report", FIRST)
+
+
+class TestOtherSelections:
+    def test_their_numbers_are_those_of_their_documents(
+        self, finished: Finished, compared: tuple[Project, Outcome]
+    ) -> None:
+        own, outcome = compared
+        rows = rows_of(finished[1]["fineweb_mask_manifest"].published)
+        z = vectors(finished[1])
+        kept = {"DataMask": set(rows.filter(pl.col("decision") == "kept")["doc_id"])}
+        for name in COMPARED:
+            kept[name] = set(rows_of(own.store.current(name, FIRST)).filter("selected")["doc_id"])
+        told = {row["selection"]: row for row in outcome.facts["selections"]}
+        assert list(told) == ["DataMask", *sorted(COMPARED)]
+        for name, ids in kept.items():
+            of = rows.filter(pl.col("doc_id").is_in(ids))
+            embedded = [i for i in ids if i in z]
+            assert told[name]["documents"] == len(of) == 7
+            assert told[name]["tokens"] == of["token_count"].sum()
+            assert told[name]["mean tokens"] == pytest.approx(of["token_count"].mean())
+            assert told[name]["mean quality"] == pytest.approx(of["quality"].mean())
+            assert told[name]["with a vector"] == len(embedded)
+            assert told[name]["mean cosine"] == pytest.approx(mean_cosine(np.array([z[i] for i in embedded])))
+        assert told["baseline_random"]["with a vector"] < 7
+        assert len(outcome.facts["overlaps"]) == 10
+        for pair in outcome.facts["overlaps"]:
+            a, b = kept[pair["a"]], kept[pair["b"]]
+            assert pair["in both"] == len(a & b)
+            assert pair["jaccard"] == pytest.approx(len(a & b) / len(a | b))
+            assert pair["share of a"] == pair["share of b"] == pytest.approx(len(a & b) / 7)
+
+    def test_they_are_on_the_page_and_in_the_fingerprint(self, compared: tuple[Project, Outcome]) -> None:
+        own, outcome = compared
+        html = page(outcome.published)
+        for name in COMPARED:
+            assert f"<td>{name}</td>" in html
+            assert outcome.published.inputs[name] == own.store.current(name, FIRST).fingerprint
+        assert {"Published selections, beside each other", "How far the published selections agree"} <= set(
+            outcome.figures
+        )
+
+    def test_the_corpus_s_page_adds_them_up_where_all_snapshots_have_them(
+        self, compared: tuple[Project, Outcome]
+    ) -> None:
+        own, outcome = compared
+        corpus = own.stage("selection_report", "")
+        assert corpus.facts["selections"] == outcome.facts["selections"]
+        assert corpus.facts["overlaps"] == outcome.facts["overlaps"]
+        assert "baseline_semdedup" in page(corpus.published)
+
+    def test_one_made_otherwise_is_left_out_and_named(self, finished: Finished, tmp_path: Path) -> None:
+        own = copied(finished[0], tmp_path / "root")
+        own.with_settings(**{"select.budget": "20%"}).stage("baseline_random", FIRST)
+        own.stage("baseline_dclm_top", FIRST)
+        outcome = own.stage("snapshot_report", FIRST)
+        assert [row["selection"] for row in outcome.facts["selections"]] == ["DataMask", "baseline_dclm_top"]
+        assert "<td>baseline_random</td>\n<td>made under other settings or code</td>" in page(outcome.published)
 
 
 class TestRefused:
