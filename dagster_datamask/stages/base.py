@@ -152,6 +152,15 @@ def strategy_of(mask: str) -> str:
     return next(strategy for strategy, asset in _MASK_OF.items() if asset == mask)
 
 
+# what strategies are called on a page; baselines by their own names
+_CALLED = {"datamask": "DataMask", "joint": "DataMask with influence", "group_mates": "Group-MATES"}
+
+
+def called(strategy: str) -> str:
+    """A strategy's name for people."""
+    return _CALLED.get(strategy, strategy)
+
+
 def _kept_by(mask: str) -> Callable[[Settings], bool]:
     return lambda settings: mask_of(settings) == mask
 
@@ -675,7 +684,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "dataset_card",
-            "1",
+            "2",
             (
                 "export.formats",
                 "export.tokenizer",

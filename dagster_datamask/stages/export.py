@@ -29,7 +29,7 @@ from dagster_datamask.shards.generations import Generation, NotPublished, Publis
 from dagster_datamask.shards.layout import TEXT_GROUP_ROWS, laid_out
 from dagster_datamask.shards.schemas import ADDED, ColumnClash
 from dagster_datamask.shards.writer import ParquetWriter, atomic, file_sha256, fsync_folder, write_json
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, called, finish, mask_of
 from dagster_datamask.stages.corpus import flat_name, named
 from dagster_datamask.stages.manifest import SIDECAR
 from dagster_datamask.stages.scores import SIDE_ROWS
@@ -470,8 +470,9 @@ def card(
         # `datasets` takes what is called default for the default, and no snapshot has an @ in its name
         *(_config(f"@{name}" if name == _ALL else name, [name]) for name in names),
     ]
+    own = called(settings.select.strategy)
     front = DatasetCardData(
-        pretty_name=f"{export.source_name}, selected by DataMask",
+        pretty_name=f"{export.source_name}, selected by {own}",
         license=export.license,
         size_categories=[next((name for limit, name in _SIZES if documents < limit), "n>1T")],
         task_categories=["text-generation"],
@@ -493,10 +494,10 @@ def card(
     ]
     sections = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {export.source_name}, selected by DataMask",
+        f"# {export.source_name}, selected by {own}",
         f"{documents:,} documents{'' if tokens is None else f' ({tokens:,} tokens, as the source counts them)'} of "
-        f"{len(found)} {'snapshot' if len(found) == 1 else 'snapshots'}, chosen by quality and diversity jointly "
-        "(DataMask, arXiv 2512.24265). No text was changed: these are rows of the source with all their columns.",
+        f"{len(found)} {'snapshot' if len(found) == 1 else 'snapshots'}, chosen by {_how(settings)}. "
+        f"{_texts(settings)}",
         markdown_table(rows, list(rows[0])),
         "## Reading it",
         _reading(configs[-1]["config_name"]) if filled else "Nothing was kept, so there is nothing to load.",
@@ -517,13 +518,32 @@ def card(
             ["column", "type", "from"],
         ),
         "## How good the selection is",
-        "Each snapshot's mask comes with a proof: an upper bound on what any other mask of its size, from the same "
-        "documents, could be worth.",
+        "A mask that maximises an objective comes with a proof: an upper bound on what any other mask of its size, "
+        "from the same documents, could be worth.",
         "\n".join(f"- {_in_words(kept)}" for kept in found),
         "## What else is here",
         "\n".join(f"- {_KINDS[kind]}" for kind in kinds),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+_HOW = {
+    "datamask": "quality and diversity jointly (DataMask, arXiv 2512.24265)",
+    "joint": "quality, diversity (DataMask, arXiv 2512.24265) and predicted influence jointly",
+    "group_mates": "their predicted influence on a language model, as a group (Group-MATES)",
+}
+
+
+def _how(settings: Settings) -> str:
+    """What the documents were chosen by, in words."""
+    strategy = settings.select.strategy
+    return _HOW.get(strategy) or f"`{strategy}`, a baseline ({STAGES[mask_of(settings)].about.rstrip('.')})"
+
+
+def _texts(settings: Settings) -> str:
+    if "exact_substrings" in STAGES["fineweb_mask"].needs(settings):
+        return "Passages that the source repeats were cut out of the texts; all other columns are the source's own."
+    return "No text was changed: these are rows of the source with all their columns."
 
 
 _KINDS = {
@@ -552,12 +572,11 @@ def _reading(name: str) -> str:
 
 
 def _in_words(kept: Kept) -> str:
-    facts, settings = kept.manifest.facts, kept.sidecar["settings"]
-    certificate = kept.sidecar["certificate"]
-    head = (
-        f"**{kept.snapshot}**: {facts['kept']:,} kept of {facts['pool']:,} documents that could be chosen, at "
-        f"λ = {facts['lambda']:g} ({settings['select.objective']}, solver {facts['solver']}). "
-    )
+    facts, certificate = kept.manifest.facts, kept.sidecar["certificate"]
+    head = f"**{kept.snapshot}**: {facts['kept']:,} kept of {facts['pool']:,} {facts['unit']} that could be chosen"
+    if facts["lambda"] is not None:
+        head += f", at λ = {facts['lambda']:g} ({facts['objective']}, solver {facts['solver']})"
+    head += ". "
     if certificate["gap"] is None:
         return head + f"No bound: {certificate['reason']}."
     told = (

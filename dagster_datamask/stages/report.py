@@ -16,14 +16,23 @@ from dagster_datamask.reporting.tables import markdown_table
 from dagster_datamask.shards.generations import Generation, Published
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import atomic, table_file, write_json
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish, mask_of, strategy_of
+from dagster_datamask.stages.base import (
+    STAGES,
+    Check,
+    Outcome,
+    Run,
+    called,
+    fingerprints,
+    finish,
+    mask_of,
+    strategy_of,
+)
 from dagster_datamask.stages.calibration import read_centroids
 from dagster_datamask.stages.manifest import SIDECAR, foreign_settings
 from dagster_datamask.stages.masks import mask_figures
 from dagster_datamask.stages.report_examples import SHOWN, cards, chosen, cut_of, excerpts, neighbours
 from dagster_datamask.stages.report_numbers import (
     Numbers,
-    called,
     gather,
     hosts,
     sample_schema,

@@ -28,6 +28,7 @@ from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.schemas import MANIFEST
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file
+from dagster_datamask.stages.base import called
 from dagster_datamask.stages.candidates import domain
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
 from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
@@ -45,16 +46,9 @@ GROUPS = {
 LENGTHS = 2.0 ** (np.arange(49) / 2)
 EVERYTHING = "All that could be chosen"
 QUALITY, DIVERSITY, RANDOM = "Quality only", "Diversity only", "Random"
-# what strategies are called on a page; baselines by their own names
-_CALLED = {"datamask": "DataMask", "joint": "DataMask with influence", "group_mates": "Group-MATES"}
 _HOSTS_MEMORY = "512MB"
 _HOST_ROWS = pa.schema([("host", pa.string()), ("scored", pa.bool_()), ("kept", pa.bool_())])
 _OF_MASKS = {"rank": pa.int64(), "kept_id": pa.string(), "similarity": pa.float64()}
-
-
-def called(strategy: str) -> str:
-    """A strategy's name for people."""
-    return _CALLED.get(strategy, strategy)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, called, finish
 from dagster_datamask.stages.calibration import read_centroids
 from dagster_datamask.stages.corpus import STATE, named, outdated_masks
 from dagster_datamask.stages.manifest import SIDECAR
@@ -34,7 +34,7 @@ from dagster_datamask.stages.report import (
     write_figures,
     write_page,
 )
-from dagster_datamask.stages.report_numbers import Numbers, called, merged, sample_schema, strategies
+from dagster_datamask.stages.report_numbers import Numbers, merged, sample_schema, strategies
 from dagster_datamask.stages.report_pages import PAGE, Figure, certificate_in_words, figures, in_short
 
 _WHAT = "The corpus"
