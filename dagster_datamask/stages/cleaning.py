@@ -1,4 +1,4 @@
-"""text_duplicates and contaminated_documents: what a snapshot's documents repeat, and what of evaluation sets they hold.
+"""text_duplicates and contaminated_documents: what documents repeat, and what they hold of evaluation sets.
 
 Both read texts and write side files; neither decides. pruned_documents does, where clean.duplicates and
 clean.evaluation_sets ask for it. How texts are compared is `cleaning`'s.

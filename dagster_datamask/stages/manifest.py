@@ -27,9 +27,10 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprin
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.candidates import is_scored
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
+from dagster_datamask.stages.cleaning import CONTAMINATION, evaluation_revision
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.gneissweb import content_of_categories
-from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
+from dagster_datamask.stages.quality import CLEANING, QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
 
@@ -220,6 +221,14 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
     if "exact_substrings" in made:
         tokenizer = resolve_tokenizer(run.in_force.source.tokenizer).revision
         models["exact_substrings"] = (made["exact_substrings"].inputs["tokenizer"], tokenizer)
+    cleaned = STAGES["pruned_documents"].needs(run.in_force)
+    foreign += [
+        f"pruned_documents: made {'without' if name in cleaned else 'with'} {name}"
+        for name in CLEANING
+        if (name in cleaned) != (name in made["pruned_documents"].inputs)
+    ]
+    if CONTAMINATION in made and made[CONTAMINATION].inputs["evaluation_sets"] != evaluation_revision(run.in_force):
+        foreign.append(f"{CONTAMINATION}: made with other evaluation sets")
     labels = content_of_categories(STAGES[mask_of(run.settings)], run.in_force).get("categories")
     if labels != inputs[mask_of(run.settings)].inputs.get("categories"):
         foreign.append(f"{mask_of(run.settings)}: made with other categories")

@@ -154,7 +154,7 @@ def _decided(raw: pa.Table, snapshot: str, found: Mapping[str, tuple[pa.Table, n
     """
     decisions = np.array(raw["decision"].to_pylist(), dtype=object)
     reasons = np.array(raw["reason"].to_pylist(), dtype=object)
-    stages = np.where(raw["decision"].is_valid().to_numpy(), "raw_shards", None)
+    stages = np.array([None if decision is None else "raw_shards" for decision in decisions], dtype=object)
     for name, (rows, positions) in found.items():
         if name == "text_duplicates":
             later = rows["kept_id"].is_valid()
