@@ -170,7 +170,7 @@ _MASK = tuple((mask, _kept_by(mask)) for mask in dict.fromkeys(_MASK_OF.values()
 
 
 def _mask_without_near_duplicates(settings: Settings) -> bool:
-    return "near_duplicates" in STAGES[mask_of(settings)].needs(settings)
+    return removes_near_duplicates(settings) and "clean.near_duplicates" in STAGES[mask_of(settings)].reads
 
 
 def _baseline(
@@ -180,7 +180,7 @@ def _baseline(
     return Stage(
         f"baseline_{name}",
         "1",
-        ("select.budget", *reads),
+        ("select.budget", *reads, *(("clean.near_duplicates",) if of_vectors else ())),
         ("pruned_documents", *(("e5_embeddings",) if of_vectors else ()), *inputs),
         "baselines",
         about,
@@ -556,6 +556,7 @@ STAGES: dict[str, Stage] = {
                 "select.scale",
                 "select.on_new_snapshot",
                 "select.influence",
+                "clean.near_duplicates",
             ),
             (),
             "selection",
@@ -569,7 +570,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "datamask_masks",
             "2",
-            _SELECT,
+            (*_SELECT, "clean.near_duplicates"),
             ("pruned_documents", "e5_embeddings"),
             "selection",
             "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate.",
