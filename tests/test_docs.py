@@ -29,6 +29,7 @@ PAGES = (
     "docs/settings.md",
     "docs/selection.md",
     "docs/benchmarks.md",
+    "docs/gneissweb.md",
     *(
         GUIDES := (
             "docs/first-run.md",
