@@ -351,6 +351,11 @@ class Encoder:
                 f"{spec.pooling!r}; "
                 "get the model's complete directory, with modules.json and 1_Pooling"
             )
+        if spec.prefix and not all(getattr(module, "include_prompt", True) for module in model):
+            raise ValueError(
+                f"encoder {spec.ref!r}: its pooling leaves out the prompt, so a prefix would count as text; "
+                "set models.encoder_prefix = ''"
+            )
         if model.get_embedding_dimension() != spec.dimension:
             raise ValueError(
                 f"encoder {spec.ref!r}: vectors of dimension {model.get_embedding_dimension()}, "

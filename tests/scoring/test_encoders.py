@@ -1,4 +1,8 @@
+import os
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +11,7 @@ import pytest
 import torch
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.scoring.encoders import ENCODERS, Encoder, encoder_spec
+from dagster_datamask.scoring.encoders import ENCODERS, WINDOW_ROWS, Encoder, encoder_spec
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, NULL_TEXT, SURROGATES, ZERO_VECTOR
 
 from .conftest import MINILM, change_weights, tiny_bert
@@ -40,6 +44,32 @@ def test_registry_has_the_published_conventions() -> None:
     assert (e5.prefix, e5.pooling, e5.max_length, e5.dimension) == ("query: ", "mean", 512, 768)
     assert ENCODERS["BAAI/bge-base-en-v1.5"].pooling == "cls"
     assert all(c.prefix == "query: " for name, c in ENCODERS.items() if "e5" in name)
+    assert all(c.pooling == "cls" for name, c in ENCODERS.items() if "bge" in name or "arctic" in name)
+    dimensions = {"small": 384, "base": 768, "large": 1024, "xs": 384, "s": 384, "m": 768, "l": 1024}
+    for name, known in ENCODERS.items():
+        size = re.search(r"-(small|base|large|xs|s|m|l)(-|$)", name)
+        assert known.dimension == (dimensions[size[1]] if size else 384), name
+        assert re.fullmatch("[0-9a-f]{40}", known.revision or "") or name.startswith("package:")
+
+
+@pytest.mark.parametrize("ref", ["BAAI/bge-small-en-v1.5", "BAAI/bge-small-en-v1.5@" + "f" * 40])
+def test_a_bare_id_of_the_registry_is_its_commit(ref: str, tmp_path: Path) -> None:
+    """Without network, from a cache where the main branch has moved on."""
+    pinned = ENCODERS["BAAI/bge-small-en-v1.5"].revision
+    folder = tmp_path / "hub" / "models--BAAI--bge-small-en-v1.5"
+    for commit in (pinned, "f" * 40):
+        (folder / "snapshots" / str(commit)).mkdir(parents=True)
+        for name in ("config.json", "model.safetensors"):
+            (folder / "snapshots" / str(commit) / name).write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("f" * 40)
+    code = "import sys; from dagster_datamask.scoring.encoders import encoder_spec; s = encoder_spec(sys.argv[1])\n"
+    code += "print(s.name, s.revision, s.pooling, s.licence)"
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, ref], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["BAAI/bge-small-en-v1.5", ref.partition("@")[2] or pinned, "cls", "mit"]
 
 
 def test_vectors_are_sentence_transformers_own(encoder: Encoder, minilm_path: Path) -> None:
@@ -226,6 +256,9 @@ def test_out_of_memory_in_the_forward_pass(encoder: Encoder) -> None:
     texts = ["one two", "three four", "five six", "seven eight"]
     batch = failing.encode(texts)
     assert batch.batch_sizes == [1, 1, 1, 1]
+    # 4 texts of 4 tokens, then 2, then 1: and so it stays for what follows
+    assert failing.batch_tokens == 4 and failing.work()["forward_passes"] == 6
+    assert failing.encode(texts).batch_sizes == [1, 1, 1, 1] and failing.work()["forward_passes"] == 10
     np.testing.assert_allclose(
         batch.vectors.astype(np.float64), encoder.encode(texts).vectors.astype(np.float64), atol=1e-3
     )
@@ -241,3 +274,95 @@ def test_description_holds_every_convention_and_no_path(encoder: Encoder, minilm
 def test_the_same_weights_elsewhere_have_the_same_identity(tiny: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny, tmp_path / "copy")
     assert encoder_spec(str(copy)).identity == encoder_spec(str(tiny)).identity
+
+
+def test_windows_are_encoded_each_by_itself(tiny: Path, cpu: Accelerator) -> None:
+    texts = [f"text {'word ' * (i * 7 % 23)}{i}" for i in range(WINDOW_ROWS + 6)]
+    encoder = Encoder(encoder_spec(str(tiny)), cpu)
+    whole = encoder.encode(texts)
+    parts = [encoder.encode_prepared(encoder.prepare(part)) for part in (texts[:WINDOW_ROWS], texts[WINDOW_ROWS:])]
+    assert whole.vectors.tobytes() == b"".join(part.vectors.tobytes() for part in parts)
+    assert whole.batch_sizes == parts[0].batch_sizes + parts[1].batch_sizes
+    assert whole.reasons == [None] * len(texts)
+
+
+def test_work_is_told(tiny: Path, cpu: Accelerator) -> None:
+    encoder = Encoder(encoder_spec(str(tiny)), cpu, batch_tokens=64)
+    assert encoder.work()["padding"] == 0 and encoder.work()["largest_batch"] == 0
+    # 3, 3, 12 and 22 tokens with the special ones: 22 alone, as 2 x 22 would fit but 12 comes next, then 3
+    encoder.encode(["a", "b", "c " * 10, "d " * 20])
+    told = encoder.work()
+    assert told == {
+        "forward_passes": 2,
+        "largest_batch": 2,
+        "padding": 1 - (22 + 12 + 3 + 3) / (2 * 22 + 2 * 3),
+        "retried_in_float32": 0,
+        "batch_tokens": 64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        (["config.json"], r"no config\.json"),
+        (["modules.json"], r"no modules\.json, which states the steps behind it, such as pooling"),
+        (["1_Pooling/config.json"], r"no 1_Pooling/config\.json, which modules\.json names"),
+        (["tokenizer.json", "vocab.txt"], "no tokenizer in it"),
+        (["model.safetensors"], r"cannot be loaded .*no file named model\.safetensors"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_directory_that_lacks_a_file(
+    missing: list[str], message: str, minilm_path: Path, tmp_path: Path, cpu: Accelerator
+) -> None:
+    """Under a name of the registry and under one of its own."""
+    for name in ("all-MiniLM-L6-v2", "mine"):
+        folder = shutil.copytree(minilm_path, tmp_path / name)
+        for file in missing:
+            (folder / file).unlink()
+        with pytest.raises(ValueError, match=message) as error:
+            Encoder(encoder_spec(str(folder)), cpu)
+        assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pooling_that_leaves_out_the_prompt_takes_no_prefix(tiny: Path, cpu: Accelerator) -> None:
+    import json
+
+    file = tiny / "1_Pooling" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"include_prompt": False}))
+    assert Encoder(encoder_spec(str(tiny)), cpu).encode(["word"]).reasons == [None]
+    with pytest.raises(ValueError, match="pooling leaves out the prompt"):
+        Encoder(encoder_spec(str(tiny), prefix="query: "), cpu)
+
+
+def test_a_document_of_fifty_megabytes_is_its_head(encoder: Encoder) -> None:
+    sentence = "Water boils at a lower temperature on a mountain. "
+    large = sentence * (50_000_000 // len(sentence))
+    batch = encoder.encode([large, sentence * 100, "short"])
+    assert batch.reasons == [None] * 3
+    assert batch.vectors[0].tobytes() == batch.vectors[1].tobytes()
+    one_word = encoder.encode(["x" * 50_000_000, "x" * 101])
+    # one word of more than 100 letters is unknown, however long
+    assert one_word.vectors[0].tobytes() == one_word.vectors[1].tobytes()
+
+
+def test_line_separators_are_space_and_nothing_else(encoder: Encoder) -> None:
+    breaks = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+    assert encoder.encode([*breaks, breaks * 1000]).reasons == [NO_TOKENS] * (len(breaks) + 1)
+    between = encoder.encode([f"one{c}two" for c in "\n\r\u2028\u2029 "]).vectors
+    assert len({row.tobytes() for row in between}) == 1
+
+
+def test_mixed_scripts_are_sentence_transformers_own(encoder: Encoder, minilm_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    texts = [
+        "Ελληνικά и русский, العربية עברית",
+        "हिन्दी 日本語 한국어 ไทย",
+        "e\u0301 é 👩\u200d🔬 ﷺ ꙮ",
+        "a\u202eb\u200fc",
+    ]
+    oracle = SentenceTransformer(str(minilm_path), device="cpu", local_files_only=True).encode(texts)
+    batch = encoder.encode(texts)
+    assert batch.reasons == [None] * 4
+    np.testing.assert_allclose(batch.vectors.astype(np.float64), oracle, atol=6e-4)
