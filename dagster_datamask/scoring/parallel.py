@@ -192,8 +192,8 @@ def serve() -> None:
         workers.remove(worker)
         code = os.waitstatus_to_exitcode(status)
         if code:
-            for other in workers:
-                os.kill(other, signal.SIGKILL)
+            for left in workers:
+                os.kill(left, signal.SIGKILL)
             sys.exit(_BY_SIGNAL - code if code < 0 else code)
 
 

@@ -391,7 +391,11 @@ def _report(
                 float(observed[inside].mean()) if inside.any() else None,
             )
         )
-    apart = [b.n * abs(b.mean_predicted - b.mean_observed) for b in calibration if b.mean_predicted is not None]
+    apart = [
+        b.n * abs(b.mean_predicted - b.mean_observed)
+        for b in calibration
+        if b.mean_predicted is not None and b.mean_observed is not None
+    ]
     return TrainingReport(
         kind=kind,
         n_train=n_train,

@@ -48,6 +48,38 @@ def test_it_separates_what_it_was_trained_on(folder: Path, name: str) -> None:
     assert batch.scores[0] > 0.9 and batch.scores[1] < 0.1
 
 
+def raw_probability(path: Path, line: str, label: str) -> float:
+    """What the library itself says of one line."""
+    labels, probabilities = fasttext.load_model(str(path)).predict(line, k=-1)
+    return float(dict(zip(labels, probabilities, strict=True))[f"__label__{label}"])
+
+
+@pytest.mark.parametrize("label", ["hq", "wiki"])
+def test_dclm_and_the_wiki_reference_read_a_text_as_one_line(tmp_path: Path, label: str) -> None:
+    texts, labels = labelled(120)
+    train_fasttext(texts, labels, tmp_path / "m.bin", positive_label=label, seed=1, dim=8)
+    text = "  The theorem\u2028follows\r\nbuy cheap\n\npills now \n"
+    expected = raw_probability(tmp_path / "m.bin", "The theorem follows buy cheap  pills now", label)
+    assert FastTextScorer(tmp_path / "m.bin", label).score([text]).scores.tolist() == [expected]
+    assert raw_probability(tmp_path / "m.bin", "Thetheoremfollows buy cheap pills now", label) != expected
+
+
+def test_ultra_fineweb_reads_lower_case_tokens_and_escapes(tmp_path: Path, minilm_path: Path) -> None:
+    texts, labels = labelled(120)
+    form = {"normaliser": "ultra_fineweb", "tokenizer": minilm_path / "tokenizer.json"}
+    model = tmp_path / "m.bin"
+    report = train_fasttext(texts, labels, model, positive_label="pos", negative_label="neg", seed=1, dim=8, **form)
+    assert report.settings["normaliser"] == "ultra_fineweb"
+    scorer = FastTextScorer(model, "pos", **form)
+    # MiniLM's own splitting drops white space, so what it would escape is not there
+    text = "The Th\u00e9orem\n\n\nfollows from\tunmitosis"
+    line = "the theorem follows from un ##mit ##osis"
+    assert scorer.score([text]).scores.tolist() == [raw_probability(model, line, "pos")]
+    assert scorer.describe()["normaliser"] == "ultra_fineweb"
+    assert scorer.describe()["tokenizer"].startswith("blake2b:")
+    assert str(minilm_path) not in str(scorer.describe())
+
+
 @pytest.mark.parametrize("n", [0, 1, 2])
 def test_few_rows(folder: Path, n: int) -> None:
     batch = FastTextScorer(folder / "two.bin", "hq").score(["the theorem", "cheap pills"][:n])
@@ -167,3 +199,30 @@ def test_description(folder: Path) -> None:
     assert told["positive_label"] == "__label__hq" and told["normaliser"] == "dclm" and told["quantised"] is True
     assert told["revision"].startswith("blake2b:") and told["dimension"] == 8
     assert str(folder) not in str(told)
+
+
+def test_a_document_of_50_mb(folder: Path) -> None:
+    scorer = FastTextScorer(folder / "two.bin", "hq")
+    text = "the theorem follows from the lemma\n" * (50_000_000 // 35)
+    assert len(text) > 49_000_000
+    batch = scorer.score([text, "buy cheap pills now"])
+    # the mean of equal words is the word's, and so is that of word pairs, but for the ends
+    alone = scorer.score(["the theorem follows from the lemma\n" * 1000]).scores[0]
+    assert batch.reasons == [None, None]
+    assert batch.scores[0] == pytest.approx(alone, abs=1e-3)
+    assert batch.scores[1] < 0.5
+
+
+def test_line_separators_alone_are_no_text(folder: Path) -> None:
+    marks = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+    batch = FastTextScorer(folder / "two.bin", "hq").score([marks, marks * 1000, "\u2028", f"{marks}theorem{marks}"])
+    assert batch.reasons == [NO_TOKENS, NO_TOKENS, NO_TOKENS, None]
+
+
+def test_mixed_scripts_are_scored_by_the_words_that_are_known(folder: Path) -> None:
+    scorer = FastTextScorer(folder / "two.bin", "hq")
+    mixed = "\u0442\u0435\u043e\u0440\u0435\u043c\u0430 theorem \u5b9a\u7406 \u0645\u0628\u0631\u0647\u0646\u0629"
+    foreign = "\u0442\u0435\u043e\u0440\u0435\u043c\u0430 \u5b9a\u7406 \u0645\u0628\u0631\u0647\u0646\u0629"
+    batch = scorer.score([mixed, foreign, "\u5b9a\u7406\u2029\u0645\u0628"])
+    assert batch.reasons == [None, NO_TOKENS, NO_TOKENS]
+    assert batch.scores[0] > 0.5

@@ -1,11 +1,23 @@
+import re
+import unicodedata
 from collections import Counter
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from dagster_datamask.scoring.text import NO_TOKENS, NULL_TEXT, SURROGATES, decode_column, join_lines, screen
+from dagster_datamask.scoring.text import (
+    NO_TOKENS,
+    NULL_TEXT,
+    SURROGATES,
+    decode_column,
+    join_lines,
+    normaliser_of,
+    screen,
+)
 
 LINE_BREAKS = ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
 
@@ -82,3 +94,75 @@ def test_screen_marks_blank_texts() -> None:
     assert screen(blanks)[1] == [NO_TOKENS] * 4
     with pytest.raises(TypeError, match=r"row 1.*bytes"):
         screen(["a", b"b"])
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE, DeepSeek-V2's kind, that knows all bytes and a few words with and without their space."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("t", "he"), ("\u0120", "the"), ("\u010a", "\u010a")]
+    vocabulary = {word: k for k, word in enumerate([*alphabet, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.enable_truncation(4)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        # lower case; a token's own space and the joining one are squeezed to one; no truncation
+        ("The THE the", "the the the"),
+        ("theme", "the m e"),
+        # three and more newlines are two, which are one token here; newline, return and tab as two characters each
+        ("a\n\n\n\n\n", r"a \n\n"),
+        ("a\nb\rc\td", r"a \n b \r c \t d"),
+        # NFKD without marks: accents go, ligatures and full-width letters come apart, and so does a dotted capital I
+        ("Cafe\u0301 \u00c9 \ufb01 \uff21 \u0130", "c a f e e f i a i"),
+        # enclosing marks are no non-spacing ones and stay, byte for byte as tokens that are no characters
+        ("a\u20dd", "a \ufffd \ufffd \ufffd"),
+        ("\u8a9e", "\ufffd \ufffd \ufffd"),
+        # ends are stripped, a special token's text is read as one token and kept
+        ("  the  ", "the"),
+        ("<s>the", "<s> the"),
+        ("", ""),
+        (" \u00a0 ", ""),
+        ("\n", r"\n"),
+    ],
+)
+def test_ultra_finewebs_form(byte_level: Path, text: str, line: str) -> None:
+    assert normaliser_of("ultra_fineweb", byte_level)(text) == line
+
+
+@given(st.text(st.characters() | st.sampled_from("the \n\r\t\u0301"), max_size=40))
+def test_ultra_finewebs_form_against_its_definition_step_by_step(byte_level: Path, text: str) -> None:
+    text = screen([text])[0][0]
+    tokenizer = Tokenizer.from_file(str(byte_level))
+    tokenizer.no_truncation()
+    plain = unicodedata.normalize("NFKD", re.sub("\n\n\n+", "\n\n", text).lower())
+    plain = "".join(character for character in plain if unicodedata.category(character) != "Mn")
+    ids = tokenizer.encode(plain, add_special_tokens=False).ids
+    line = " ".join(tokenizer.decode([token], skip_special_tokens=False) for token in ids)
+    for character, escape in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
+        line = line.replace(character, escape)
+    while "  " in line:
+        line = line.replace("  ", " ")
+    found = normaliser_of("ultra_fineweb", byte_level)(text)
+    assert found == line.strip()
+    assert "\n" not in found
+
+
+def test_normalisers_are_named(tmp_path: Path) -> None:
+    assert normaliser_of("dclm") is join_lines
+    with pytest.raises(ValueError, match=r"'other' is none of: dclm, ultra_fineweb"):
+        normaliser_of("other")
+    with pytest.raises(ValueError, match=r"needs the model's tokenizer\.json; set models\.ultra_tokenizer"):
+        normaliser_of("ultra_fineweb")
+    (tmp_path / "t.json").write_text("{")
+    for name in ("t.json", "absent.json"):
+        with pytest.raises(ValueError, match=rf"{name}: not a tokenizer\.json .*models\.ultra_tokenizer"):
+            normaliser_of("ultra_fineweb", tmp_path / name)
