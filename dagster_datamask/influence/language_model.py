@@ -201,9 +201,9 @@ def load_checkpoint(ref: str | Path, setting: str = "checkpoint") -> Checkpoint:
     folder = resolve_model(str(ref), setting=setting).path
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: not a transformers directory (no config.json in it)")
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("model*.safetensors")):
         raise ValueError(
-            f"{folder}: no weights as .safetensors; pickled ones are not read, so save the model anew with "
+            f"{folder}: no weights as model.safetensors; pickled ones are not read, so save the model anew with "
             "safe_serialization"
         )
     try:

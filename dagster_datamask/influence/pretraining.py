@@ -215,7 +215,7 @@ def _check(checkpoint: Checkpoint, sequences: np.ndarray, options: PretrainingOp
         )
     if not checkpoint.step <= until <= options.steps:
         raise ValueError(
-            f"step {until} to stop at is none of those that are left: {checkpoint.step} are done, {options.steps} planned"
+            f"step {until} to stop at is none of those left: {checkpoint.step} are done and {options.steps} planned"
         )
     largest = max(int(sequences[a : a + _HASHED].max()) for a in range(0, len(sequences), _HASHED))
     if largest >= checkpoint.vocabulary:

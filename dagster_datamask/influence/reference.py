@@ -111,8 +111,8 @@ def read_examples(path: str | Path, limit: int, seed: int = 0, skip: int = 0) ->
 
 
 def build_reference(tokenizer: Tokenizer, examples: Sequence[Example], context: int) -> Reference:
-    """Tokens and mask of the examples: the answer's tokens and the end-of-text count, those of the prompt do not. A plain
-    text is an answer to the end of another text.
+    """Tokens and mask of the examples: the answer's tokens and the end-of-text count, those of the prompt do not. A
+    plain text is an answer to the end of another text.
 
     What is longer than the context loses the start of its prompt, and where its answer alone is longer, that one's end.
     Raises ValueError for no examples, and naming an example whose answer has no tokens.
