@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dagster_datamask.selection.exact import HALF_ULP_32, HALF_ULP_64, GridSum, ScalarSum, gamma
-from dagster_datamask.selection.objectives import map_blocks
+from dagster_datamask.selection.objectives import Given, map_blocks
 from dagster_datamask.selection.passes import Part, Passes
 
 # a share of less than this is a share of nothing
@@ -103,6 +103,12 @@ class Terms:
         """The weight of −‖mean ẑ‖² in f."""
         return self.weights.get("pws", 0.0)
 
+    def linear_of(self, given: Given | None) -> float:
+        """What of f is linear, of what is given; 0 of nothing."""
+        if given is None:
+            return 0.0
+        return self.lam * given.quality + sum(w * given.scores.get(name, 0.0) for name, w in self.scores.items())
+
 
 def certify(
     passes: Passes,
@@ -177,7 +183,8 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     means = {name: found.value() for name, found in sums.items()}
     if passes.given is not None:
         total = total + passes.given.size * passes.given.mean
-        means["quality"] = means.get("quality", 0.0) + passes.given.size * passes.given.quality
+        for name, mean in {"quality": passes.given.quality, **passes.given.scores}.items():
+            means[name] = means.get(name, 0.0) + passes.given.size * mean
         means.pop("quality_raw", None)
     means = {name: found / everything for name, found in means.items()}
     mean = total / everything

@@ -9,7 +9,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,13 +47,22 @@ from dagster_datamask.shards.writer import atomic
 @dataclass(frozen=True, eq=False)
 class Block:
     """Some of a shard's documents: ids; quality float64[k], finite, or None where λ = 0; vectors float16 or float32
-    [k, d]; costs int64[k] tokens, or None; groups int64[k], or None."""
+    [k, d]; costs int64[k] tokens, or None; groups int64[k], or None; scores {further score: float64[k], finite}."""
 
     ids: Sequence[str]
     quality: np.ndarray | None
     vectors: np.ndarray
     costs: np.ndarray | None = None
     groups: np.ndarray | None = None
+    scores: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoreTerm:
+    """A further score's weight in the objective and, for scale "minmax", its (lo, hi)."""
+
+    weight: float
+    constants: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -68,28 +77,45 @@ class _Shard:
     quality: bool
     costs: bool
     groups: bool
+    scores: list[str]
 
 
 class Corpus:
     """The documents to choose from, as scratch files under `folder`, one folder a shard.
 
-    scale is "minmax" with constants, or "raw": the scales that do not depend on what else is in the pool. A shard whose
-    scratch is whole is not read again. A document takes its vector as stored and 8 bytes each for norm, tie hash,
-    quality, score and weight, 18 more bytes for masks; memory is that of one shard's pages.
+    scale is "minmax" with constants, or "raw": the scales that do not depend on what else is in the pool. scores:
+    further terms of the objective, in the same scale, whose values every block has to bring. A shard whose scratch is
+    whole is not read again. A document takes its vector as stored and 8 bytes each for norm, tie hash, quality, further
+    scores, score and weight, 18 more bytes for masks; memory is that of one shard's pages.
 
     Raises ValueError for another scale, or terms that make no objective.
     """
 
-    def __init__(self, folder: Path, *, lam: float, scale: str, constants: tuple[float, float] | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lam: float,
+        scale: str,
+        constants: tuple[float, float] | None,
+        scores: Mapping[str, ScoreTerm] | None = None,
+    ) -> None:
         if scale not in ("minmax", "raw"):
             raise ValueError(
                 f"scale {scale!r} depends on the whole pool; over shards take 'minmax' with frozen constants, or 'raw'"
             )
         check_terms(lam, scale, constants, {"pws": 1.0})
-        self.terms = Terms(lam, {"pws": 1.0})
+        further = dict(scores or {})
+        self.terms = Terms(lam, {"pws": 1.0}, {name: term.weight for name, term in further.items()})
         self.scale, self.constants = scale, constants if scale == "minmax" else None
         self._folder = folder
         self._offset, self._factor = score_scale(scale, constants, 0.0, 1.0, 1.0)
+        for name, term in further.items():
+            if scale == "minmax" and term.constants is None:
+                raise ValueError(f"scale 'minmax' needs the constants (lo, hi) of score {name!r}; or use 'raw'")
+        self._further = {
+            name: (term.weight, *score_scale(scale, term.constants, 0.0, 1.0, 1.0)) for name, term in further.items()
+        }
         self._shards: dict[str, _Shard] = {}
 
     def add(self, name: str, blocks: Callable[[], Iterable[Block]]) -> None:
@@ -102,13 +128,13 @@ class Corpus:
         record = folder / "shard.json"
         if not record.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            record_of = _write(folder, name, blocks(), self.terms.lam > 0)
+            record_of = _write(folder, name, blocks(), self.terms.lam > 0, list(self._further))
             with atomic(record) as temp:
                 temp.write_text(json.dumps(asdict(record_of)), "utf-8")
         self._shards[name] = _Shard(**json.loads(record.read_text("utf-8")))
         if self.terms.lam > 0 and self._shards[name].rows and not self._shards[name].quality:
             raise ValueError(f"{folder} was written without scores, for λ = 0; remove it")
-        kinds = {(s.d, s.quality, s.costs, s.groups) for s in self._shards.values() if s.rows}
+        kinds = {(s.d, s.quality, s.costs, s.groups, *s.scores) for s in self._shards.values() if s.rows}
         if len(kinds) > 1:
             raise ValueError(f"shard {name} has vectors or columns of another kind than those before: {sorted(kinds)}")
 
@@ -153,10 +179,13 @@ class Corpus:
     def passes(self, amounts: Sequence[int], given: Given | None = None) -> Passes:
         """The solver's operations over all shards."""
         parts = _OnDisk(self._folder, self._shards, self._linear)
-        largest = 0.0
+        weights = {"quality": self.terms.lam, **self.terms.scores}
+        largest, sizes = 0.0, dict.fromkeys(weights, 0.0)
         for k in range(len(parts)):
             with parts.open(k) as part:
                 largest = max(largest, float(np.abs(part.linear).max(initial=0.0)))
+                for name in sizes.keys() & part.columns.keys():
+                    sizes[name] = max(sizes[name], float(np.abs(weights[name] * part.columns[name]).max(initial=0.0)))
         kinds = [shard for shard in self._shards.values() if shard.rows]
         return Passes(
             parts,
@@ -165,17 +194,23 @@ class Corpus:
             self.terms.weights,
             amounts,
             largest,
+            magnitude=sum(sizes.values()),
             tokens=bool(kinds) and kinds[0].costs,
             given=given,
-            given_linear=0.0 if given is None else self.terms.lam * given.quality,
+            given_linear=self.terms.linear_of(given),
         )
 
-    def _linear(self, quality: np.ndarray | None, rows: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        if quality is None:
-            return np.zeros(rows), {}
-        scaled = (quality - self._offset) * self._factor
-        linear = self.terms.lam * scaled if self.terms.lam else np.zeros(rows)
-        return linear, {"quality": scaled, "quality_raw": quality}
+    def _linear(
+        self, quality: np.ndarray | None, scores: Mapping[str, np.ndarray], rows: int
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        linear, columns = np.zeros(rows), {}
+        if quality is not None:
+            columns = {"quality": (quality - self._offset) * self._factor, "quality_raw": quality}
+            linear = self.terms.lam * columns["quality"] if self.terms.lam else linear
+        for name, (weight, offset, factor) in self._further.items():
+            columns[name] = (scores[name] - offset) * factor
+            linear = linear + weight * columns[name]
+        return linear, columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,7 +282,7 @@ def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = No
         "scale": corpus.scale,
         "constants": None if corpus.constants is None else list(corpus.constants),
         "diversity": dict(corpus.terms.diversity),
-        "scores": {},
+        "scores": dict(corpus.terms.scores),
         "quotas": len(passes.amounts) if len(passes.amounts) > 1 else None,
         "given": None if passes.given is None else passes.given.size,
     }
@@ -337,7 +372,9 @@ class _OnDisk:
             _Scratch(self._folder / name, shard.rows, "r"),
             _Scratch(self._folder / name, shard.rows, "r+"),
         )
-        linear, columns = self._linear(stored("quality", np.float64) if shard.quality else None, shard.rows)
+        further = {name: stored(_score_file(name), np.float64) for name in shard.scores}
+        quality = stored("quality", np.float64) if shard.quality else None
+        linear, columns = self._linear(quality, further, shard.rows)
         yield Part(
             Vectors(stored("vectors", shard.dtype, (shard.rows, shard.d)), stored("inverse", np.float64)),
             linear,
@@ -355,8 +392,13 @@ class _OnDisk:
         )
 
 
+def _score_file(name: str) -> str:
+    return f"score_{name}"
+
+
 def _check_block(name: str, block: Block) -> None:
     columns = {"vectors": block.vectors, "scores": block.quality, "token counts": block.costs, "groups": block.groups}
+    columns |= {f"scores {score!r}": values for score, values in block.scores.items()}
     for what, column in columns.items():
         if column is not None and len(column) != len(block.ids):
             raise ValueError(f"shard {name}: {len(block.ids)} ids and {len(column)} {what}")
@@ -369,7 +411,7 @@ def _check_block(name: str, block: Block) -> None:
             raise ValueError(f"shard {name}: {error}") from None
 
 
-def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _Shard:
+def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool, further: list[str]) -> _Shard:
     rows, d, dtype = 0, 0, "float16"
     files: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -398,11 +440,15 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
                 )
             if scored and block.quality is None:
                 raise ValueError(f"shard {name}: there is no quality, and λ weighs it")
-            if block.quality is not None:
-                try:
+            if further != list(block.scores):
+                raise ValueError(f"shard {name}: scores {list(block.scores)}, and the objective weighs {further}")
+            try:
+                if block.quality is not None:
                     put("quality", finite_scores(block.ids, block.quality, "score"))
-                except BadInput as error:
-                    raise BadInput(f"shard {name}: {error}") from None
+                for score, values in block.scores.items():
+                    put(_score_file(score), finite_scores(block.ids, values, f"score {score!r}"))
+            except BadInput as error:
+                raise BadInput(f"shard {name}: {error}") from None
             put("vectors", block.vectors)
             put("ties", keyed.hash64(list(block.ids), 0, "tie"))
             if block.costs is not None:
@@ -417,4 +463,5 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool) -> _S
     for stale in ("scores", "member", "best", "base", "bits", "order"):
         (folder / f"{stale}.bin").unlink(missing_ok=True)
     total = [int(x) for x in prepared.total.total]
-    return _Shard(rows, d, dtype, prepared.prints, total, "quality" in files, "costs" in files, "groups" in files)
+    columns = ("quality" in files, "costs" in files, "groups" in files)
+    return _Shard(rows, d, dtype, prepared.prints, total, *columns, further if rows else [])

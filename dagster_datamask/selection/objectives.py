@@ -72,11 +72,13 @@ class Score:
 @dataclass(frozen=True, eq=False)
 class Given:
     """What is chosen already, beside which the pool's mask is chosen: `size` documents (or tokens) with the mean of ẑ
-    `mean` float64[d] and the scaled mean quality `quality`. The objective is that of the union."""
+    `mean` float64[d], the scaled mean quality `quality` and {further score: its scaled mean} `scores`. The objective is
+    that of the union."""
 
     size: int
     mean: np.ndarray = field(repr=False)
     quality: float = 0.0
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -248,7 +248,7 @@ def pool_passes(pool: Pool, budget: Budget) -> tuple[Passes, Part]:
         magnitude=pool.magnitude,
         tokens=budget.costs is not None,
         given=given,
-        given_linear=0.0 if given is None else pool.terms.lam * given.quality,
+        given_linear=pool.terms.linear_of(given),
     )
     return passes, parts.part
 

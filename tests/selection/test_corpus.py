@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,8 @@ from hypothesis import strategies as st
 
 from dagster_datamask.selection.budgets import Budget
 from dagster_datamask.selection.certified import CertifiedOptions
-from dagster_datamask.selection.corpus import Block, Corpus, certify_corpus, solve_corpus
-from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity
+from dagster_datamask.selection.corpus import Block, Corpus, ScoreTerm, certify_corpus, solve_corpus
+from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score
 from dagster_datamask.selection.solve import solve
 
 from .oracles import ids_of, vectors
@@ -26,16 +27,24 @@ class Documents:
         self.quality = rng.uniform(0, 15, n)
         self.costs = rng.integers(1, 900, n)
         self.groups = rng.integers(0, 3, n)
+        self.influence = rng.normal(0, 0.3, n)
 
     def corpus(
-        self, folder: Path, lam: float, shards: list[np.ndarray], *, costs: bool = False, groups: bool = False
+        self,
+        folder: Path,
+        lam: float,
+        shards: list[np.ndarray],
+        *,
+        costs: bool = False,
+        groups: bool = False,
+        scores: dict[str, ScoreTerm] | None = None,
     ) -> Corpus:
-        corpus = Corpus(folder, lam=lam, scale="minmax", constants=CONSTANTS)
+        corpus = Corpus(folder, lam=lam, scale="minmax", constants=CONSTANTS, scores=scores)
         for k, rows in enumerate(shards):
-            corpus.add(f"shard-{k}", lambda rows=rows: self.blocks(rows, costs, groups))
+            corpus.add(f"shard-{k}", lambda rows=rows: self.blocks(rows, costs, groups, bool(scores)))
         return corpus
 
-    def blocks(self, rows: np.ndarray, costs: bool, groups: bool) -> list[Block]:
+    def blocks(self, rows: np.ndarray, costs: bool, groups: bool, scores: bool = False) -> list[Block]:
         return [
             Block(
                 [self.ids[i] for i in some],
@@ -43,6 +52,7 @@ class Documents:
                 self.z[some],
                 self.costs[some] if costs else None,
                 self.groups[some] if groups else None,
+                {"influence": self.influence[some]} if scores else {},
             )
             for some in np.array_split(rows, 3)
         ]
@@ -85,6 +95,75 @@ def test_shards_give_the_mask_of_the_solver_in_memory_bit_for_bit(
         assert found.trajectory == expected.trajectory
         ours, theirs = found.certificate.as_dict(), expected.certificate.as_dict()
         assert ours == theirs
+
+
+@pytest.mark.parametrize(("lam", "weight"), [(0.0, 0.3), (0.5, 0.2), (1.0, -0.4)])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_further_score_weighs_in_shards_as_it_does_in_memory(
+    tmp_path: Path, lam: float, weight: float, tokens: bool
+) -> None:
+    documents = Documents(300, 16, 0.3)
+    constants = (-0.6, 0.9)
+    costs = documents.costs if tokens else None
+    budget = Budget((int(Budget((0,), costs).available(300)[0] / 10),), costs)
+    f = QualityDiversity(
+        documents.z,
+        documents.quality if lam else None,
+        lam,
+        "minmax",
+        CONSTANTS,
+        scores={"influence": Score(documents.influence, weight, constants)},
+    )
+    expected = solve(f, budget, solver="certified", ids=documents.ids)
+    plain = solve(replace(f, scores={}), budget, solver="certified", ids=documents.ids)
+    shards = np.array_split(np.random.default_rng(1).permutation(300), 4)
+    terms = {"influence": ScoreTerm(weight, constants)}
+    corpus = documents.corpus(tmp_path, lam, shards, costs=tokens, scores=terms)
+    found = solve_corpus(corpus, budget.amounts)
+    rows, scores = held(corpus, shards)
+    assert rows == expected.indices.tolist() != plain.indices.tolist()
+    assert scores.tobytes() == expected.scores.tobytes()
+    ours, theirs = found.certificate.as_dict(), expected.certificate.as_dict()
+    assert ours == theirs
+    assert ours["feasible_set"]["scores"] == {"influence": weight} and ours["gap"] >= 0
+    weights = documents.costs[rows] if tokens else np.ones(len(rows))
+    mean = np.average((documents.influence[rows] + 0.6) / 1.5, weights=weights)
+    assert found.evaluation.scores == {"influence": pytest.approx(mean)}
+    diversity, quality = found.evaluation.diversity, found.evaluation.quality if lam else 0.0
+    assert found.evaluation.value == pytest.approx(lam * quality + (1 - lam) * diversity + weight * mean)
+
+
+def test_what_is_given_brings_its_mean_of_a_further_score(tmp_path: Path) -> None:
+    """The union of what is given and the mask, evaluated as one mask of a pool that holds both."""
+    documents = Documents(60, 8, 0.3)
+    terms = {"influence": ScoreTerm(0.7, (-1.0, 1.0))}
+    first, rest = np.arange(20), np.arange(20, 60)
+    scaled = (documents.influence[first] + 1.0) / 2.0
+    unit = documents.z[first].astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    known = Given(20, unit.mean(axis=0), float((documents.quality[first] / 15).mean()), {"influence": scaled.mean()})
+    corpus = documents.corpus(tmp_path / "rest", 0.5, [rest], scores=terms)
+    found = solve_corpus(corpus, (5,), given=known)
+    rows = rest[corpus.selected("shard-0")[0]]
+    union = documents.corpus(tmp_path / "all", 0.5, [np.arange(60)], scores=terms)
+    union.mark("shard-0", np.isin(np.arange(60), [*first, *rows]))
+    whole, _ = certify_corpus(union, union.passes((25,)))
+    assert found.evaluation.value == pytest.approx(whole.value, abs=1e-12)
+    assert found.evaluation.scores == pytest.approx(whole.scores)
+    assert found.certificate.gap is not None and found.certificate.gap >= 0
+
+
+def test_a_further_score_that_is_missing_or_not_finite_is_named(tmp_path: Path) -> None:
+    documents = Documents(6, 4, 0.3)
+    terms = {"influence": ScoreTerm(1.0, (0.0, 1.0))}
+    corpus = Corpus(tmp_path, lam=0.5, scale="minmax", constants=CONSTANTS, scores=terms)
+    with pytest.raises(ValueError, match=r"shard a: scores \[\], and the objective weighs \['influence'\]"):
+        corpus.add("a", lambda: documents.blocks(np.arange(6), False, False))
+    documents.influence[4] = np.nan
+    with pytest.raises(BadInput, match=r"shard b: 1 document: 'doc-4'.*the score 'influence' is not finite"):
+        corpus.add("b", lambda: documents.blocks(np.arange(6), False, False, True))
+    with pytest.raises(ValueError, match="'minmax' needs the constants"):
+        Corpus(tmp_path, lam=0.5, scale="minmax", constants=CONSTANTS, scores={"influence": ScoreTerm(1.0)})
 
 
 @given(n=st.integers(0, 12), data=st.data(), seed=st.integers(0, 10**6))
