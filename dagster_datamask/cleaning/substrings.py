@@ -62,6 +62,8 @@ def find_repeats(texts: Sequence[bytes], tokenise: Tokenise, min_tokens: int) ->
     longest = np.zeros(len(texts), np.int64)
     # an empty document has no byte of its own to reduce over
     longest[whole] = np.maximum.reduceat(previous, starts[whole]) if len(whole) else 0
+    # {(how many suffixes begin with a window, where they stand): its first occurrence}: many documents share one
+    first_at: dict[tuple[int, int], int] = {}
     worth = np.flatnonzero(np.minimum(longest, lengths) >= min_tokens)
     for a in range(0, len(worth), _BATCH):
         batch = worth[a : a + _BATCH].tolist()
@@ -72,9 +74,11 @@ def find_repeats(texts: Sequence[bytes], tokenise: Tokenise, min_tokens: int) ->
             if repeated.any():
                 spans = _runs(tokens, repeated)
                 window = tokens[np.flatnonzero(repeated)[0] :][:min_tokens]
-                first = _first(data, suffixes, start + int(window[0, 0]), start + int(window[-1, 1]))
+                place = sa_search(data, suffixes, data[start + window[0, 0] : start + window[-1, 1]])
+                if place not in first_at:
+                    first_at[place] = int(suffixes[place[1] : place[1] + place[0]].min())
                 found[number] = Repeats(
-                    spans, _inside(tokens, spans), int(np.searchsorted(starts, first, side="right")) - 1
+                    spans, _inside(tokens, spans), int(np.searchsorted(starts, first_at[place], side="right")) - 1
                 )
     return found
 
@@ -123,9 +127,3 @@ def _runs(tokens: np.ndarray, repeated: np.ndarray) -> np.ndarray:
 def _inside(tokens: np.ndarray, spans: np.ndarray) -> int:
     span = np.searchsorted(spans[:, 0], tokens[:, 0], side="right") - 1
     return int(((span >= 0) & (tokens[:, 1] <= spans[span, 1])).sum())
-
-
-def _first(data: np.ndarray, suffixes: np.ndarray, start: int, end: int) -> int:
-    """Where data[start:end] occurs first."""
-    count, left = sa_search(data, suffixes, data[start:end])
-    return int(suffixes[left : left + count].min())
