@@ -85,6 +85,7 @@ def publish(store: Store, snapshot: str, model: str = "ours", **shards: pa.Table
             table = table.append_column(name, table["id"] if name == "doc_id" else pa.nulls(len(table), kind))
         tables["fineweb_mask"][shard] = table
     facts = {"kept": rows, "tokens_kept": None, "pool": rows, "lambda": 0.5, "solver": "certified"}
+    facts |= {"objective": "pws", "unit": "documents"}
     inputs: dict[str, str] = {}
     for asset, files in tables.items():
         with store.generation(asset, snapshot, code_version="1", settings={}, inputs=inputs) as generation:
