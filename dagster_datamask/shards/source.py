@@ -44,11 +44,13 @@ class Shard:
 
 
 class Footer(NamedTuple):
-    """What a shard's footer tells: rows, 16 hex digits over it, and the schema in plain types."""
+    """What a shard's footer tells: rows, 16 hex digits over it, the schema in plain types, and whether rows may lack a
+    token_count."""
 
     rows: int
     digest: str
     schema: pa.Schema
+    uncounted: bool
 
 
 class Source:
@@ -172,7 +174,8 @@ class Source:
             yield parquet
 
     def footer(self, shard: Shard) -> Footer:
-        """Rows, plain schema, and a cheap digest over sizes, offsets and least and greatest values of the columns."""
+        """Rows, plain schema, a cheap digest over sizes, offsets and least and greatest values of the columns, and
+        whether the column token_count is missing or has nulls (or does not tell)."""
         with self.open(shard) as parquet:
             meta = parquet.metadata
             groups = [
@@ -182,7 +185,10 @@ class Source:
             ]
             schema = parquet.schema_arrow
             return Footer(
-                meta.num_rows, digest(meta.num_rows, repr(groups), schema.to_string(), size=8).hex(), plain(schema)
+                meta.num_rows,
+                digest(meta.num_rows, repr(groups), schema.to_string(), size=8).hex(),
+                plain(schema),
+                meta.num_rows > 0 and _may_lack(meta, "token_count"),
             )
 
     def batches(
@@ -241,6 +247,18 @@ def _listed(entry: dict[str, Any]) -> str:
         if entry.get(key):
             return f"{key}={entry[key]}"
     return ""
+
+
+def _may_lack(meta: pq.FileMetaData, name: str) -> bool:
+    chunks = [
+        column
+        for g in range(meta.num_row_groups)
+        for column in (meta.row_group(g).column(c) for c in range(meta.num_columns))
+        if column.path_in_schema == name
+    ]
+    # a row group of no rows has no statistics and no nulls
+    found = [chunk.statistics for chunk in chunks if chunk.num_values]
+    return not chunks or any(s is None or not s.has_null_count or s.null_count > 0 for s in found)
 
 
 def _range(column: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:

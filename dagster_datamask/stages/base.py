@@ -166,7 +166,8 @@ def _kept_by(mask: str) -> Callable[[Settings], bool]:
 
 
 # every mask that a manifest can keep, of which it reads one
-_MASK = tuple((mask, _kept_by(mask)) for mask in dict.fromkeys(_MASK_OF.values()))
+MASKS_OF_A_SNAPSHOT = tuple(dict.fromkeys(_MASK_OF.values()))
+_MASK = tuple((mask, _kept_by(mask)) for mask in MASKS_OF_A_SNAPSHOT)
 
 
 def _mask_without_near_duplicates(settings: Settings) -> bool:
@@ -387,7 +388,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "raw_shards",
             "2",
-            ("source.on_bad_shard", "source.hash_below"),
+            ("source.on_bad_shard", "source.hash_below", "source.tokenizer"),
             (),
             "documents",
             "Every row of the snapshot under a unique doc_id; duplicates, blank texts and bad shards counted.",

@@ -1,15 +1,21 @@
 """raw_shards: the snapshot's rows, each under a unique id, read once and accounted for.
 
-Only identity and readability are decided here; no score and no model. Text itself is never copied.
+Only identity and readability are decided here, and tokens counted where the source does not tell; no score and no
+model. Text itself is never copied.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from tokenizers import Tokenizer
 
 from dagster_datamask.keyed import digest, hash64
+from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
+from dagster_datamask.scoring.text import decode_column
+from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
@@ -20,14 +26,20 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
 QUARANTINED_FILE = "quarantined_shards.parquet"
 _ID_ROWS = 65_536
 _UNLIMITED = 1.0
+_GROUP_CHARACTERS = 1 << 20
+_RECOMPUTED = "token_count_recomputed"
 LIMIT_PURPOSE = "limit"
 
 
 def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish `doc_id, row, decision, reason, token_count` of every readable row of `snapshot`.
 
-    Raises SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one table),
-    ShardReplaced (the listing or a shard changed meanwhile) and, with on_bad_shard = fail, BadShard.
+    Tokens of a text whose row has no count are counted with source.tokenizer, which is looked for only where a shard
+    may lack counts; '' leaves them null.
+
+    Raises ModelUnavailable for a tokenizer that is needed and not there, SourceError (no such snapshot, no shards),
+    ColumnClash (columns that cannot stand in one table), ShardReplaced (the listing or a shard changed meanwhile) and,
+    with on_bad_shard = fail, BadShard.
     """
     bad: dict[str, BadShard] = {}
     while True:
@@ -59,12 +71,18 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
     total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
     inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
+    uncounted = [by_name[name].path for name, footer in footers.items() if footer.uncounted]
+    tokenizer = run.settings.source.tokenizer if uncounted else ""
+    if tokenizer:
+        inputs["tokenizer"] = _resolved(tokenizer, uncounted[0]).revision
+    counted: Counter[str] = Counter()
     with run.generation(stage, snapshot, inputs) as generation:
         duplicates = Duplicates(generation.work, total)
 
         def kernel() -> _Identify:
             duplicates.find(list(by_name), lambda name: _ids(source, by_name[name]))
-            return _Identify(duplicates, run.settings.source.hash_below)
+            count = load_tokenizer(tokenizer) if tokenizer else None
+            return _Identify(duplicates, run.settings.source.hash_below, count, counted)
 
         records = map_shards(
             generation,
@@ -76,7 +94,10 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             ext=".parquet",
             total_rows=total,
             progress=run.progress(stage, snapshot),
-            source=lambda name: {"content": _unchanged(source, by_name[name], contents[name])},
+            source=lambda name: {
+                "content": _unchanged(source, by_name[name], contents[name]),
+                _RECOMPUTED: counted[name],
+            },
         )
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
             writer.write(
@@ -92,8 +113,20 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             "shards": len(records),
             "quarantined_shards": len(bad),
             "source_bytes": sum(shard.size for shard in by_name.values()),
+            _RECOMPUTED: sum(record.source[_RECOMPUTED] for record in records),
         }
         return finish(generation, records, ".parquet", facts=facts, expected_rows=total, checks=(complete,))
+
+
+def _resolved(tokenizer: str, shard: str) -> ResolvedModel:
+    try:
+        return resolve_tokenizer(tokenizer)
+    except ModelUnavailable as error:
+        raise ModelUnavailable(
+            f"{shard} has rows without token_count, and nothing to count their tokens with: {error}. Name a folder "
+            "with tokenizer.json or vocab.json and merges.txt in source.tokenizer, or set source.tokenizer = '' to "
+            "leave such counts null"
+        ) from error
 
 
 def _unchanged(source: Source, shard: Shard, content: str) -> str:
@@ -128,17 +161,25 @@ def _ids(source: Source, shard: Shard) -> Iterator[tuple[int, list[str]]]:
 
 
 class _Identify:
-    """The kernel: ids, duplicates, blank texts."""
+    """The kernel: ids, duplicates, blank texts, and tokens where the source has not counted them.
 
-    def __init__(self, duplicates: Duplicates, hash_below: float) -> None:
+    counted: rows whose tokens were counted here, by shard.
+    """
+
+    def __init__(
+        self, duplicates: Duplicates, hash_below: float, tokenizer: Tokenizer | None, counted: Counter[str]
+    ) -> None:
         self._duplicates = duplicates
         self._hash_below = hash_below
+        self._tokenizer = tokenizer
+        self._counted = counted
         self._shard: str | None = None
         self._rows: dict[int, int] = {}
 
     def __call__(self, batch: _Batch) -> tuple[pa.Table, int, Counts]:
         if batch.shard != self._shard:
             self._shard, self._rows = batch.shard, self._duplicates.of(batch.shard)
+            self._counted[batch.shard] = 0
         count = len(batch.rows)
         own, without_id = base_ids(batch.column("id"), batch.shard, batch.first, count)
         blank = _blank(batch.column("text"))
@@ -164,12 +205,38 @@ class _Identify:
         if self._hash_below < _UNLIMITED:
             inside = hash64(own, 0, LIMIT_PURPOSE) < np.uint64(int(self._hash_below * 2**64))
             table = table.filter(pa.array(inside))
+        if self._tokenizer is not None:
+            table = self._count(self._tokenizer, batch, table)
         counts = Counter(
             decision or ("readable_without_id" if reason else "readable")
             for decision, reason in zip(table["decision"].to_pylist(), table["reason"].to_pylist(), strict=True)
         )
         counts["outside_limit"] = count - len(table)
         return table, count, counts
+
+    def _count(self, tokenizer: Tokenizer, batch: _Batch, table: pa.Table) -> pa.Table:
+        """The table with the tokens of the readable texts that have no count."""
+        readable = pc.not_equal(pc.fill_null(table["decision"], ""), "bad_row")
+        lacking = np.flatnonzero(pc.and_(readable, table["token_count"].is_null()).to_numpy(zero_copy_only=False))
+        if not len(lacking):
+            return table
+        rows = table["row"].take(pa.array(lacking)).to_numpy() - batch.first
+        texts, _ = decode_column(batch.rows.column("text").take(pa.array(rows)))
+        tokens = table["token_count"].to_numpy(zero_copy_only=False).astype(np.float64)
+        for k, group in _groups(lacking, texts):
+            tokens[k] = [len(found.ids) for found in tokenizer.encode_batch_fast(group, add_special_tokens=False)]
+        self._counted[batch.shard] += len(lacking)
+        column = pa.array(tokens, from_pandas=True).cast(pa.int64())
+        return table.set_column(table.schema.get_field_index("token_count"), "token_count", column)
+
+
+def _groups(rows: np.ndarray, texts: Sequence[str | None]) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Rows and their texts, of about a million characters together: what a tokenizer tells of them is fifty times as
+    much."""
+    ends = np.cumsum([len(text or "") for text in texts]) // _GROUP_CHARACTERS
+    for group in np.unique(ends):
+        at = np.flatnonzero(ends == group)
+        yield rows[at], [texts[k] or "" for k in at]
 
 
 def _blank(texts: pa.Array | None) -> list[str | None]:

