@@ -27,7 +27,7 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import peak_memory_mb
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage, lineage
+from dagster_datamask.stages.base import STAGES, Outcome, Run, Stage, lineage, mask_of
 
 Compute = Callable[[Run, Source, str], Outcome]
 
@@ -93,7 +93,7 @@ _COLUMN_DESCRIPTIONS = {
     "snapshot": "partition",
     "shard": "file the row came from",
     "row": "place in that file, from 0",
-    "strategy": "what selected: datamask",
+    "strategy": "what selected: select.strategy",
     "decision": "what became of the row; null: readable and not decided yet",
     "stage": "asset that decided",
     "reason": "why, where there is more to say",
@@ -276,7 +276,7 @@ def _metadata(
                 dg.TableColumn(field.name, str(field.type), _COLUMN_DESCRIPTIONS.get(field.name)) for field in schema
             ]
         )
-        lineage = _lineage(stage, schema)
+        lineage = _lineage(stage, schema, mask_of(run.settings))
         if lineage:
             metadata["dagster/column_lineage"] = dg.TableColumnLineage(lineage)
     return metadata
@@ -358,12 +358,16 @@ _COLUMN_LINEAGE: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
-def _lineage(stage: Stage, schema: pa.Schema) -> dict[str, list[dg.TableColumnDep]]:
+def _lineage(stage: Stage, schema: pa.Schema, mask: str) -> dict[str, list[dg.TableColumnDep]]:
+    """mask: the asset whose mask the manifest keeps."""
     sources = dict(_COLUMN_LINEAGE.get(stage.name, {}))
     if "raw_shards" in stage.inputs:
         sources["doc_id"] = (("raw_shards", "doc_id"),)
     return {
-        column: [dg.TableColumnDep(asset_key=asset_key(asset), column_name=name) for asset, name in origins]
+        column: [
+            dg.TableColumnDep(asset_key=asset_key(mask if asset == "datamask_masks" else asset), column_name=name)
+            for asset, name in origins
+        ]
         for column, origins in sources.items()
         if column in schema.names
     }

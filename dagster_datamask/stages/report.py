@@ -17,6 +17,7 @@ from dagster_datamask.shards.generations import Generation, Published
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import atomic, table_file, write_json
 from dagster_datamask.stages.base import (
+    MASKS_OF_A_SNAPSHOT,
     STAGES,
     Check,
     Outcome,
@@ -43,8 +44,6 @@ from dagster_datamask.stages.report_pages import PAGE, Figure, certificate_in_wo
 
 EXT = ".html"
 NUMBERS, SAMPLE_FILE = "numbers.json", "sample.arrow"
-# assets whose files are masks of a snapshot
-_SELECTIONS = ("baseline_*", "datamask_masks", "group_mates_selection")
 
 
 def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
@@ -85,9 +84,8 @@ def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
 def _others(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> tuple[dict[str, Published], dict[str, str]]:
     """({asset: its published mask} of the snapshot's other selections, {asset: why it is not compared})."""
     own = mask_of(run.settings)
-    names = {path.name for pattern in _SELECTIONS for path in run.store.root.glob(pattern)} - {own}
     found, left_out = {}, {}
-    for name in sorted(names & STAGES.keys()):
+    for name in sorted({*MASKS_OF_A_SNAPSHOT} - {own}):
         stage, published = STAGES[name], run.store.published(name, snapshot)
         if published is None:
             continue

@@ -19,6 +19,7 @@ from pyarrow import fs
 from dagster_datamask.shards.formats import as_json
 from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.schemas import ColumnClash
+from dagster_datamask.stages.base import MASKS_OF_A_SNAPSHOT
 
 VIEWS = {
     "manifest": "fineweb_mask_manifest",
@@ -32,6 +33,8 @@ VIEWS = {
     "clusters": "kmeans_clusters",
     "embeddings": "e5_embeddings",
     "fineweb_mask": "fineweb_mask",
+    # what a manifest may keep instead of `masks`, or what there is beside it
+    **{name: name for name in (*MASKS_OF_A_SNAPSHOT, "near_duplicates") if name != "datamask_masks"},
 }
 _SNAPSHOT = pa.field("snapshot", pa.string())
 _QUERIES = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
