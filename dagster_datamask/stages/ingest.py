@@ -236,7 +236,7 @@ def _groups(rows: np.ndarray, texts: Sequence[str | None]) -> Iterator[tuple[np.
     ends = np.cumsum([len(text or "") for text in texts]) // _GROUP_CHARACTERS
     for group in np.unique(ends):
         at = np.flatnonzero(ends == group)
-        yield rows[at], [texts[k] or "" for k in at]
+        yield rows[at], [texts[k] or "" for k in at.tolist()]
 
 
 def _blank(texts: pa.Array | None) -> list[str | None]:
