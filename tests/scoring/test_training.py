@@ -15,8 +15,6 @@ from dagster_datamask.scoring.training import read_labels, train_embedding_head,
 
 from .conftest import labelled
 
-LABELS = Path(__file__).parents[2] / "../shared/data/quality_labels.parquet"
-
 
 def write(path: Path, **columns) -> Path:
     pq.write_table(pa.table(columns), path)
@@ -84,6 +82,10 @@ def test_report_of_a_separable_set(tmp_path: Path) -> None:
     assert (false_pos, false_neg) == (0, 0) and true_neg + true_pos == report.n_heldout
     assert sum(b.n for b in report.calibration) == report.n_heldout
     assert report.spearman is None and report.rmse is None
+    assert report.labels == {"hq": 100, "cc": 100}
+    off = [b.n * abs(b.mean_predicted - b.mean_observed) for b in report.calibration if b.n]
+    assert report.calibration_error == pytest.approx(sum(off) / report.n_heldout)
+    assert 0 < report.calibration_error < 0.2
 
 
 def test_equal_texts_are_on_one_side_and_keep_it(tmp_path: Path) -> None:
@@ -209,12 +211,3 @@ def test_head_on_real_vectors(encoder: Encoder) -> None:
     unseen = ["The proof uses induction over the length of the word.", "Cheap watches, order now, free shipping!"]
     good, poor = EmbeddingHeadScorer(encoder, head).score(unseen).scores
     assert good > poor
-
-
-@pytest.mark.slow
-def test_human_quality_labels(tmp_path: Path) -> None:
-    if not LABELS.is_file():
-        pytest.skip(f"the labelled pages {LABELS} are not there")
-    table = pq.read_table(LABELS, filters=[("kind", "=", "human_quality")])
-    report = train_fasttext(table["text"].to_pylist(), table["label"].to_pylist(), tmp_path / "m.ftz", seed=0, dim=16)
-    assert report.auc is not None and report.auc > 0.7
