@@ -520,12 +520,16 @@ class TestDoctor:
         result = datamask(
             *("doctor", "--json", "--set", "models.dclm=nobody/no-model:model.bin", "--set", "compute.device=cuda:9"),
             *("--set", "source.url=/no/such", "--set", "score.wiki_labels=/no/labels.parquet"),
+            *("--set", "models.ultra=/no/ultra.bin"),
         )
         assert result.exit_code == 0, result.stderr
         rows = {row["what"]: row for row in json.loads(result.stdout)["checks"]}
         missing = {what for what, row in rows.items() if row["state"] == "missing"}
         assert missing == {"models.dclm", "models.wiki", "accelerator", "source"}
         assert "there are: cpu" in rows["accelerator"]["detail"]
+        # nothing but a baseline needs it
+        assert rows["models.ultra"]["state"] == "note"
+        assert "models.ultra in datamask.toml (for baselines alone)" in rows["models.ultra"]["detail"]
         assert files(tmp_path) == before
 
     def test_a_table_for_people(self, datamask: Run) -> None:
