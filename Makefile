@@ -11,7 +11,7 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-dagster bench-gpu figures e2e e2e-smoke clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-scoring bench-dagster bench-gpu figures e2e e2e-smoke clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint            style and types"
 	@echo "make bench           ratios to peers and bounds; bench-selection and bench-shards are its halves"
 	@echo "make bench-selection ARGS=--full for all sizes, ARGS='--only NAME' for a subject"
+	@echo "make bench-scoring   embedding and scoring beside the plain libraries; ARGS=--full for all pages"
 	@echo "make bench-dagster   what the orchestration costs: memory, loading, a tick, a light run, a page"
 	@echo "make bench-gpu       a million documents on a CUDA device"
 	@echo "make figures         the pictures of docs/selection.md, drawn again"
@@ -86,6 +87,10 @@ bench-selection: $(BENCH_STAMP)
 bench-shards: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.shards --out .benchmarks/shards.json
+
+bench-scoring: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.scoring --out .benchmarks/scoring.json $(ARGS)
 
 bench-dagster: $(E2E_STAMP)
 	@mkdir -p .benchmarks
