@@ -224,13 +224,14 @@ class Candidates:
 
     @property
     def schema(self) -> pa.Schema:
-        """doc_id, quality, group, tokens (0 where nobody counts them), embedding."""
+        """doc_id, quality, group, tokens (0 where nobody counts them), influence where it is read, embedding."""
         return pa.schema(
             [
                 ("doc_id", pa.string()),
                 ("quality", pa.float64()),
                 ("group", pa.string()),
                 ("tokens", pa.int64()),
+                *((("influence", pa.float64()),) if "influence_scores" in self._inputs else ()),
                 ("embedding", pa.list_(pa.float16(), self.dimension)),
             ]
         )
@@ -286,6 +287,8 @@ class Candidates:
         vectors = Cursor(embedded.path(shard), ["doc_id", of_vectors], rows)
         nearest = None if clusters is None else Cursor(clusters.path(shard), None, rows)
         removed = None if alike is None else Cursor(alike.path(shard), ["doc_id", "kept_id"], rows)
+        influence = self._inputs.get("influence_scores")
+        scores = None if influence is None else Cursor(influence.path(shard), ["doc_id", "score"], rows)
         for ids, table in self._every(shard, rows):
             found, positions = vectors.take(ids)
             at = table.take(pa.array(positions))
@@ -296,6 +299,8 @@ class Candidates:
                 gone = looked_at.filter(looked_at["kept_id"].is_valid())["doc_id"].combine_chunks()
                 wanted = pc.and_not(wanted, pc.is_in(at["doc_id"], value_set=gone))
             found, at = found.filter(wanted), at.filter(wanted)
+            if scores is not None:
+                at = at.append_column("influence", scores.take_all(at["doc_id"].combine_chunks())["score"])
             if nearest is not None:
                 # every document with a vector has a cluster, candidates or not
                 assigned, _ = nearest.take(ids)
@@ -306,7 +311,8 @@ class Candidates:
                     names = assigned["cluster"].cast(pa.string())
                     at = at.set_column(at.schema.get_field_index("group"), "group", names)
             yield at, found
-        vectors.end()
+        for cursor in (vectors, *(() if scores is None else (scores,))):
+            cursor.end()
 
     def _scored(self, shard: str, rows: int) -> Iterator[pa.Table]:
         """The documents with a quality that are no duplicates, pruned or not."""

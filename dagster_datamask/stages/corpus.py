@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.selection.certificates import evaluate
-from dagster_datamask.selection.corpus import Block, Corpus, CorpusSelection, solve_corpus
+from dagster_datamask.selection.corpus import Block, Corpus, CorpusSelection, ScoreTerm, solve_corpus
 from dagster_datamask.selection.objectives import Given
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.cursor import read_batches
@@ -63,6 +63,7 @@ def corpus_selection_state(run: Run, source: Source) -> Outcome:
         raise NotPublished(f"no snapshot under {run.store.root} has published e5_embeddings; run the job embed first")
     made_from = {name: fingerprints(inputs) for name, inputs in found.items()}
     before = run.store.published(STATE)
+    further = further_terms(run.settings, frozen)
     kept = _kept(run, before, made_from, fingerprints(frozen))
     new = sorted(found.keys() - kept.keys())
     this_round = digest(
@@ -76,7 +77,7 @@ def corpus_selection_state(run: Run, source: Source) -> Outcome:
     keys = {f"{asset} {name}": made for name, each in made_from.items() for asset, made in each.items()}
     keys |= fingerprints(frozen) | {f"round {name}": round_ for name, round_ in rounds.items()}
     with run.generation(stage, None, keys) as generation:
-        solver = _Round(run, source, generation, {name: found[name] for name in new}, constants, kept)
+        solver = _Round(run, source, generation, {name: found[name] for name in new}, (constants, further), kept)
         state = _still(before, kept)
         if new:
             told = solver.result(this_round)
@@ -181,10 +182,30 @@ def constants_of(inputs: Mapping[str, Published]) -> tuple[float, float] | None:
     return facts["q_lo"], facts["q_hi"]
 
 
+Further = dict[str, ScoreTerm]
+
+
+def further_terms(settings: Settings, inputs: Mapping[str, Published]) -> Further:
+    """{"influence": its term} where the objective weighs influence, on the scale that its model was published with.
+
+    Less is better of influence, so the term is that of −f.
+    """
+    if not settings.select.influence:
+        return {}
+    (facts,) = (found.facts for found in inputs.values() if "influence_lo" in found.facts)
+    return {"influence": ScoreTerm(settings.select.influence, (-facts["influence_hi"], -facts["influence_lo"]))}
+
+
+def further_scores(table: pa.Table) -> dict[str, np.ndarray]:
+    """The values of those terms, of a table of candidates."""
+    return {"influence": -table["influence"].to_numpy()} if "influence" in table.column_names else {}
+
+
 def embedded_snapshots(store: Store, settings: Settings) -> tuple[dict[str, dict[str, Published]], dict[str, str]]:
     """({snapshot: what its candidates are read from}, {snapshot that was begun: why it has no part})."""
     found: dict[str, dict[str, Published]] = {}
     skipped: dict[str, str] = {}
+    model = store.published(f"stage_{settings.group_mates.stages}/influence_model")
     for snapshot in store.snapshots("raw_shards"):
         inputs = {name: store.published(name, snapshot) for name in candidate_inputs(settings)}
         there = {name: published for name, published in inputs.items() if published is not None}
@@ -197,6 +218,10 @@ def embedded_snapshots(store: Store, settings: Settings) -> tuple[dict[str, dict
             for ancestor, fingerprint in published.inputs.items()
             if ancestor in there and there[ancestor].fingerprint != fingerprint
         ]
+        if "influence_scores" in there and (
+            model is None or there["influence_scores"].facts["model"] != model.facts["model"]
+        ):
+            other.append("influence scored by another model than the published one")
         if other:
             skipped[snapshot] = other[0]
             continue
@@ -308,7 +333,7 @@ class _Round:
         source: Source,
         generation: Generation,
         snapshots: Mapping[str, Mapping[str, Published]],
-        constants: tuple[float, float] | None,
+        scale: tuple[tuple[float, float] | None, Further],
         kept: Mapping[str, dict[str, Any]],
     ) -> None:
         select = run.settings.select
@@ -317,7 +342,7 @@ class _Round:
         self._candidates = {
             name: Candidates(name, inputs, select, source, generation.work) for name, inputs in snapshots.items()
         }
-        self._constants = constants
+        self._scale = scale
         self._corpus: Corpus | None = None
         self._plan: Plan | None = None
         self._room: dict[str, int] = {}
@@ -348,7 +373,7 @@ class _Round:
                     "share ('10%'), or set select.on_new_snapshot = 'resolve'"
                 )
             self._plan = plan_budget(select, together(list(censuses.values())))
-            self._corpus = new_corpus(self._generation.work / "corpus", self._run.settings, self._constants)
+            self._corpus = new_corpus(self._generation.work / "corpus", self._run.settings, *self._scale)
             for name, candidates in self._candidates.items():
                 self._run.log(f"{STATE}: reading {name}, {self._room[name]:,} {self._plan.unit}")
                 add_shards(self._corpus, candidates, self._plan)
@@ -362,7 +387,7 @@ class _Round:
         held = np.zeros(len(plan.groups), np.int64)
         largest, entries = 1, {}
         for name, candidates in self._candidates.items():
-            own = new_corpus(self._generation.work / "corpus", self._run.settings, self._constants)
+            own = new_corpus(self._generation.work / "corpus", self._run.settings, *self._scale)
             add_shards(own, candidates, plan)
             worth = evaluate(own.passes(plan.amounts), own.terms)
             kept_here, longest = kept_of(own, candidates, plan)
@@ -380,6 +405,7 @@ class _Round:
                 "quality": worth.quality,
                 "quality_raw": worth.quality_raw,
                 "diversity": worth.diversity,
+                "scores": worth.scores,
                 "mean_vector": worth.mean_vector.tolist(),
             }
         facts = {
@@ -406,12 +432,14 @@ def _given(kept: Mapping[str, dict[str, Any]]) -> Given | None:
     shares = {name: entry["amount"] / size for name, entry in sorted(kept.items())}
     means = [shares[name] * np.array(kept[name]["mean_vector"]) for name in shares]
     quality = sum(shares[name] * (kept[name]["quality"] or 0.0) for name in shares)
-    return Given(size, np.sum(means, axis=0), quality)
+    terms = {term for name in shares for term in kept[name]["scores"]}
+    scores = {term: sum(shares[name] * kept[name]["scores"].get(term, 0.0) for name in shares) for term in terms}
+    return Given(size, np.sum(means, axis=0), quality, scores)
 
 
-def new_corpus(folder: Path, settings: Settings, constants: tuple[float, float] | None) -> Corpus:
+def new_corpus(folder: Path, settings: Settings, constants: tuple[float, float] | None, further: Further) -> Corpus:
     select = settings.select
-    return Corpus(folder, lam=select.lambda_, scale=select.scale, constants=constants)
+    return Corpus(folder, lam=select.lambda_, scale=select.scale, constants=constants, scores=further)
 
 
 def told_every(run: Run, what: str, unit: str = "passes") -> Callable[[int, int, dict[str, Any]], None]:
@@ -429,7 +457,14 @@ def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan) -> None:
         for table in candidates.batches(shard):
             budget = plan.budget(plan.amounts, table)
             quality = table["quality"].to_numpy()
-            yield Block(candidates.keys(table["doc_id"]), quality, vectors_of(table), budget.costs, budget.groups)
+            yield Block(
+                candidates.keys(table["doc_id"]),
+                quality,
+                vectors_of(table),
+                budget.costs,
+                budget.groups,
+                further_scores(table),
+            )
 
     for shard in candidates.shards:
         corpus.add(flat_name(candidates.snapshot, shard), partial(blocks, shard))

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from dagster_datamask.reporting.figures import trajectory_figure
 from dagster_datamask.selection.corpus import certify_corpus, solve_corpus
-from dagster_datamask.selection.objectives import QualityDiversity
+from dagster_datamask.selection.objectives import QualityDiversity, Score
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
 from dagster_datamask.selection.solve import Selection, solve
 from dagster_datamask.settings import SelectSettings
@@ -49,12 +49,15 @@ def datamask_masks(run: Run, source: Source, snapshot: str) -> Outcome:
         return _of_corpus(run, snapshot)
     stage = STAGES["datamask_masks"]
     inputs = run.inputs(stage, snapshot)
-    constants = corpus.constants_of(inputs)
+    scale = corpus.constants_of(inputs), corpus.further_terms(run.settings, inputs)
     keys = {**fingerprints(inputs), "precision": precision(run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation:
         pool = Candidates(snapshot, inputs, run.settings.select, source, generation.work)
         solve_pool = _as_one if run.settings.select.scope == "snapshot" else _in_splits
-        return _finish(generation, *solve_pool(run, generation, pool, constants))
+        records, facts = solve_pool(run, generation, pool, scale)
+        if scale[1]:
+            facts["influence_raw"] = _mean_influence(generation, pool)
+        return _finish(generation, records, facts)
 
 
 def _finish(generation: Generation, records: list[ShardRecord], facts: dict[str, Any]) -> Outcome:
@@ -84,13 +87,29 @@ def _finish(generation: Generation, records: list[ShardRecord], facts: dict[str,
     )
 
 
-def _common(run: Run, constants: tuple[float, float] | None) -> dict[str, Any]:
-    select = run.settings.select
+# quality's frozen constants, and the further terms of the objective
+Scale = tuple[tuple[float, float] | None, corpus.Further]
+
+
+def _mean_influence(generation: Generation, pool: Candidates) -> float | None:
+    """The mean predicted influence of what the masks keep."""
+    total, kept = 0.0, 0
+    for shard in pool.shards:
+        selected, at = _marks(generation, shard), 0
+        for table in pool.counted(shard):
+            values = table["influence"].to_numpy()[selected[at : at + len(table)]]
+            total, kept, at = total + float(values.sum()), kept + values.size, at + len(table)
+    return total / kept if kept else None
+
+
+def _common(run: Run, scale: Scale) -> dict[str, Any]:
+    select, (constants, further) = run.settings.select, scale
     return {
         "lambda": select.lambda_,
         "objective": select.objective,
         "scale": select.scale,
         "constants": list(constants) if constants else None,
+        "scores": {name: term.weight for name, term in further.items()},
         "solver": select.solver,
         "scope": select.scope,
         "seed": select.seed,
@@ -103,7 +122,8 @@ def _of_corpus(run: Run, snapshot: str) -> Outcome:
     stage = STAGES["datamask_masks"]
     inputs = run.inputs(stage, snapshot, stage.inputs)
     state, entry, round_ = corpus.part_of(run, snapshot, inputs)
-    constants = corpus.constants_of(run.inputs(STAGES[corpus.STATE], None))
+    frozen = run.inputs(STAGES[corpus.STATE], None)
+    scale = corpus.constants_of(frozen), corpus.further_terms(run.settings, frozen)
     keys = {**fingerprints(inputs), corpus.STATE: corpus.part_identity(snapshot, entry)}
     with run.generation(stage, snapshot, keys) as generation:
         records = _write_one_pool(
@@ -118,7 +138,7 @@ def _of_corpus(run: Run, snapshot: str) -> Outcome:
         in_corpus = ("n", "pool", "budget", "short_by", "amount", "given")
         facts = {
             **{name: round_[name] for name in (*corpus.WORTH, "unit", "passes", "trajectories", "certificate")},
-            **_common(run, constants),
+            **_common(run, scale),
             **{name: entry[name] for name in ("n", "documents", "kept", "tokens")},
             "pool": entry["pool"],
             "budget": entry["amount"],
@@ -134,12 +154,12 @@ def _of_corpus(run: Run, snapshot: str) -> Outcome:
 
 
 def _as_one(
-    run: Run, generation: Generation, pool: Candidates, constants: tuple[float, float] | None
+    run: Run, generation: Generation, pool: Candidates, scale: Scale
 ) -> tuple[list[ShardRecord], dict[str, Any]]:
     """The snapshot solved as one pool, whose shards never sit in memory together."""
     plan = plan_budget(run.settings.select, pool.census())
     summary = generation.folder / "facts.json"
-    shards = corpus.new_corpus(generation.work / "corpus", run.settings, constants)
+    shards = corpus.new_corpus(generation.work / "corpus", run.settings, *scale)
     missing = [shard for shard in pool.shards if generation.record(shard, ".parquet") is None]
     if missing or not summary.exists():
         corpus.add_shards(shards, pool, plan)
@@ -149,7 +169,7 @@ def _as_one(
         held, largest = corpus.kept_of(shards, pool, plan)
         facts = {
             **corpus.worth_of(solved, "snapshot"),
-            **_common(run, constants),
+            **_common(run, scale),
             **plan.facts(held),
             "documents": shards.n,
             "kept": solved.evaluation.documents,
@@ -226,13 +246,13 @@ def _write_masks(
 
 
 def _in_splits(
-    run: Run, generation: Generation, pool: Candidates, constants: tuple[float, float] | None
+    run: Run, generation: Generation, pool: Candidates, scale: Scale
 ) -> tuple[list[ShardRecord], dict[str, Any]]:
     """The snapshot in random splits, each solved in memory; their union certified as one pool where that can be."""
     splits = _plan_splits(generation, pool, run.settings.select)
     census = pool.census(splits)
     plan = plan_budget(run.settings.select, census)
-    solved = _solve_splits(run, generation, pool, splits, plan, plan.shares(census), constants)
+    solved = _solve_splits(run, generation, pool, splits, plan, plan.shares(census), scale)
     gathered = shuffle.Gather([result for result, _ in solved])
     numbers = {shard: number for number, shard in enumerate(pool.shards)}
     records = _write_masks(
@@ -246,7 +266,7 @@ def _in_splits(
     summary = generation.folder / "facts.json"
     if not summary.exists():
         each = [json.loads(path.read_text("utf-8")) for _, path in solved]
-        write_json(summary, _facts(run, generation, pool, plan, constants, each))
+        write_json(summary, _facts(run, generation, pool, plan, scale, each))
     return records, json.loads(summary.read_text("utf-8"))
 
 
@@ -268,7 +288,7 @@ def _solve_splits(
     splits: shuffle.Splits,
     plan: Plan,
     amounts: list[tuple[int, ...]],
-    constants: tuple[float, float] | None,
+    scale: Scale,
 ) -> list[tuple[Path, Path]]:
     """(result, facts) files of every split, computing those that are missing."""
     # kept beside the masks, not in the scratch folder: they are the certificate's evidence
@@ -292,7 +312,7 @@ def _solve_splits(
             )
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
-                _solve_split(run, pool.snapshot, table, k, plan, amounts[k], constants, result, facts)
+                _solve_split(run, pool.snapshot, table, k, plan, amounts[k], scale, result, facts)
         path.unlink()
     return files
 
@@ -315,12 +335,13 @@ def _solve_split(
     split: int,
     plan: Plan,
     amounts: tuple[int, ...],
-    constants: tuple[float, float] | None,
+    scale: Scale,
     result: Path,
     facts: Path,
 ) -> None:
     select = run.settings.select
     ids = table["doc_id"].to_pylist()
+    (constants, further), values_of = scale, corpus.further_scores(table)
     objective = QualityDiversity(
         vectors_of(table),
         table["quality"].to_numpy(),
@@ -328,6 +349,7 @@ def _solve_split(
         select.scale,
         constants if select.scale == "minmax" else None,
         select.diversity,
+        {name: Score(values, further[name].weight, further[name].constants) for name, values in values_of.items()},
     )
     gradient = PolicyGradientOptions(
         group=select.group,
@@ -428,7 +450,7 @@ def _facts(
     generation: Generation,
     pool: Candidates,
     plan: Plan,
-    constants: tuple[float, float] | None,
+    scale: Scale,
     splits: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The snapshot's figures: those of its one split, or of the union of its splits."""
@@ -438,7 +460,7 @@ def _facts(
     held = _held(generation, pool, plan)
     facts: dict[str, Any] = {
         **plan.facts(held),
-        **_common(run, constants),
+        **_common(run, scale),
         "documents": sum(split["documents"] for split in splits),
         "kept": sum(split["kept"] for split in splits),
         "tokens": tokens,
@@ -466,7 +488,7 @@ def _facts(
     )
     facts["passes"] = math.fsum(split["passes"] * split["documents"] for split in splits) / facts["documents"]
     if select.is_pws and select.scale in ("minmax", "raw"):
-        return facts | _union(run, generation, pool, plan, held, constants)
+        return facts | _union(run, generation, pool, plan, held, scale)
     why = f"scale {select.scale} differs between splits, so their union has no one objective"
     if not select.is_pws:
         why = f"objective {select.objective} is valued within a split alone; the certificates are those of the splits"
@@ -501,10 +523,10 @@ def _union(
     pool: Candidates,
     plan: Plan,
     held: np.ndarray,
-    constants: tuple[float, float] | None,
+    scale: Scale,
 ) -> dict[str, Any]:
     """Value and certificate of the union of the splits' masks, which hold `held`, against the snapshot as one pool."""
-    shards = corpus.new_corpus(generation.work / "corpus", run.settings, constants)
+    shards = corpus.new_corpus(generation.work / "corpus", run.settings, *scale)
     corpus.add_shards(shards, pool, plan)
     for shard in pool.shards:
         shards.mark(corpus.flat_name(pool.snapshot, shard), _marks(generation, shard))
