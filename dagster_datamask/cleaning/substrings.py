@@ -39,7 +39,7 @@ def find_repeats(texts: Sequence[bytes], tokenise: Tokenise, min_tokens: int) ->
     """What in each of the documents occurs before it in them, in runs of at least `min_tokens` tokens.
 
     texts: UTF-8, in the order in which an occurrence is the first. tokenise: for a list of texts int64[t, 2] each, the
-    characters [start, end) of every token, ascending.
+    characters [start, end) of every token, ascending (`scoring.tokenizers.token_offsets`).
 
     A window of `min_tokens` tokens of a document is repeated where its bytes begin anywhere before: in an earlier
     document, whatever the tokens are there, or further up in its own, overlapping itself or not. What is repeated is
@@ -61,7 +61,7 @@ def find_repeats(texts: Sequence[bytes], tokenise: Tokenise, min_tokens: int) ->
     whole = np.flatnonzero(lengths)
     longest = np.zeros(len(texts), np.int64)
     # an empty document has no byte of its own to reduce over
-    longest[whole] = np.maximum.reduceat(previous, starts[whole]) if len(whole) else 0
+    longest[whole] = np.maximum.reduceat(previous, starts[whole])
     # {(how many suffixes begin with a window, where they stand): its first occurrence}: many documents share one
     first_at: dict[tuple[int, int], int] = {}
     worth = np.flatnonzero(np.minimum(longest, lengths) >= min_tokens)

@@ -1,16 +1,22 @@
 """Tokenizers by reference: `tokenizer.json`, or the vocabulary and merges of a byte-level BPE such as GPT-2's.
 
-Here: finding and loading one. Not here: what tokens are counted or compared for, and tokenizers that are trained.
+Here: finding and loading one, and where its tokens lie in texts of any length. Not here: what tokens are counted or
+compared for, and tokenizers that are trained.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dagster_datamask.scoring.models import PACKAGE_PREFIX, ModelUnavailable, ResolvedModel, resolve_model
 
 _FILE = "tokenizer.json"
 # vocabulary and merges, as transformers and as GPT-2's authors call them
+# characters that are tokenised at once: the library holds some 150 bytes for each of them
+_PIECE = 1 << 17
+_PIECES = 1 << 18
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -47,6 +53,50 @@ def load_tokenizer(ref: str, setting: str = "source.tokenizer") -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def token_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[np.ndarray]:
+    """int64[t, 2] of each text: the characters [start, end) of its tokens, without special ones.
+
+    A text beyond 131,072 characters is tokenised in pieces, cut before a blank between two words: there GPT-2's rule
+    separates tokens anyway. Where a piece has no such blank its last token may be cut.
+    """
+    current, held = 0, list[np.ndarray]()
+    for batch in _batches((number, at, piece) for number, text in enumerate(texts) for at, piece in _pieces(text)):
+        encodings = tokenizer.encode_batch([piece for _, _, piece in batch], add_special_tokens=False)
+        for (number, at, _), encoding in zip(batch, encodings, strict=True):
+            if number != current:
+                yield np.concatenate(held)
+                current, held = number, []
+            held.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
+    if held:
+        yield np.concatenate(held)
+
+
+def _pieces(text: str) -> Iterator[tuple[int, str]]:
+    at = 0
+    while len(text) - at > _PIECE:
+        end = at + _PIECE
+        cut = text.rfind(" ", at + 1, end)
+        while cut > 0 and (text[cut - 1].isspace() or text[cut + 1].isspace()):
+            cut = text.rfind(" ", at + 1, cut)
+        end = cut if cut > 0 else end
+        yield at, text[at:end]
+        at = end
+    yield at, text[at:]
+
+
+def _batches(pieces: Iterable[tuple[int, int, str]]) -> Iterator[list[tuple[int, int, str]]]:
+    batch: list[tuple[int, int, str]] = []
+    held = 0
+    for piece in pieces:
+        batch.append(piece)
+        held += len(piece[2])
+        if held >= _PIECES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 def _vocabulary(folder: Path, ref: str, setting: str) -> list[Path]:

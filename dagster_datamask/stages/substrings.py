@@ -5,16 +5,16 @@ Here: the shard's documents in parts of a fixed size, the tokenizer, the side fi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dagster_datamask.cleaning.substrings import BYTES_PER_BYTE, Repeats, find_repeats, removed
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer
+from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_offsets
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader
@@ -127,7 +127,7 @@ class _Find:
             BYTES_PER_BYTE * sum(map(len, part.texts)),
             "write the snapshot as smaller shards",
         )
-        found = find_repeats(part.texts, self._tokenise, self._min_tokens)
+        found = find_repeats(part.texts, partial(token_offsets, self._tokenizer), self._min_tokens)
         reasons = [_why(text, repeats) for text, repeats in zip(part.texts, found, strict=True)]
         table = pa.table(
             {
@@ -142,10 +142,6 @@ class _Find:
             schema=SUBSTRINGS,
         )
         return table, len(table), Counter(map(_outcome, part.open, found, reasons))
-
-    def _tokenise(self, texts: list[str]) -> Iterable[np.ndarray]:
-        for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def _why(text: bytes, repeats: Repeats) -> str | None:

