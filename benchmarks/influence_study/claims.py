@@ -168,8 +168,8 @@ CLAIMS: tuple[Claim, ...] = (
         6,
         "approximation",
         "The relational greedy comes closer to the brute-force choice.",
-        "Sum of the true increments while the documents chosen are replayed through the language model, n of N documents "
-        "that no influence model has seen; lower is better.",
+        "Sum of the true increments while the documents chosen are replayed through the language model, n of N "
+        "documents that no influence model has seen; lower is better.",
         "The individual model's n lowest; a random choice; β₁ = 0.",
         (
             below("chosen/individual", "relational − individual"),
@@ -186,8 +186,8 @@ CLAIMS: tuple[Claim, ...] = (
         7,
         "continuation",
         "Training on the group's selection lowers the reference loss more.",
-        "Loss on a held-out reference after training goes on for the same steps on 25 % of a pool that nobody has seen: "
-        "relational greedy in clusters of influence space − individual top-k.",
+        "Loss on a held-out reference after training goes on for the same steps on 25 % of a pool that nobody has "
+        "seen: relational greedy in clusters of influence space − individual top-k.",
         "Individual top-k in the same clusters and budgets; no clusters; MATES's Gumbel top-k; random.",
         (below("continued/individual", "group − individual"),),
         (

@@ -1,0 +1,166 @@
+"""What a subject of the study is, and how large everything is.
+
+Here: sizes for a test and for the run that people read, and a subject's parts. Not here: where the parts come from
+(`worlds`, `text`).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from dagster_datamask.influence.language_model import Checkpoint, LanguageModelOptions
+from dagster_datamask.influence.pretraining import PretrainingOptions
+from dagster_datamask.influence.reference import Reference
+from dagster_datamask.influence.relational import InfluenceOptions
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one subject.
+
+    warm_up, later: training steps before the first checkpoint and from there to the second; batch, rate, go_on: of the
+    training, and steps after the selection. reference, held_out: their documents. counts: random trajectories that the
+    models are fitted to in turn, of which `main` is for everything but claim 4; the largest is rolled out for seed 0
+    alone. bootstrap: trajectories of the bootstrap policy among `main`; plain: those with β₁ = 0; validation, test:
+    trajectories, the first for a fit to `main`; extreme: K. probe, pool: documents that trajectories are drawn from,
+    and to select from. choose_from, choose, brute: N and n of the group selections, and on how many pools of N brute
+    force runs. drift: documents probed at both checkpoints.
+    """
+
+    model: LanguageModelOptions
+    warm_up: int
+    later: int
+    batch: int
+    rate: float
+    go_on: int
+    reference: int
+    held_out: int
+    counts: tuple[int, ...]
+    main: int
+    bootstrap: int
+    plain: int
+    validation: int
+    test: int
+    probe: int
+    pool: int
+    choose_from: int
+    choose: int
+    pools: int
+    brute: int
+    drift: int
+    steps: int = 10
+    extreme: int = 5
+    features: int = 0
+    hidden: int = 0
+    width: int = 64
+    epochs: int = 20
+    share: float = 0.25
+    clusters: int = 20
+    draws: int = 3
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def options(self, seed: int, **values: Any) -> InfluenceOptions:
+        return InfluenceOptions(
+            hidden=self.hidden, width=self.width, epochs=self.epochs, held_out=HELD_OUT, seed=seed, **values
+        )
+
+    def training(self, seed: int) -> PretrainingOptions:
+        """One run: warm-up, on to the later checkpoint or on over what was selected, at one rate after its start."""
+        steps = self.warm_up + max(self.later, self.go_on)
+        return PretrainingOptions(steps, self.batch, self.rate, warmup=self.warm_up // 10, decay=0.0, seed=seed)
+
+
+# the share of the documents for probing that decides the epoch
+HELD_OUT = 0.15
+
+WORLD = Sizes(
+    model=LanguageModelOptions(layers=2, width=64, heads=2, context=64, vocabulary=128),
+    warm_up=300,
+    later=100,
+    batch=16,
+    rate=1e-3,
+    go_on=50,
+    reference=24,
+    held_out=128,
+    counts=(100, 300, 600, 1200),
+    main=600,
+    bootstrap=240,
+    plain=360,
+    validation=60,
+    test=120,
+    probe=2000,
+    pool=2000,
+    choose_from=128,
+    choose=16,
+    pools=15,
+    brute=1,
+    drift=200,
+    features=1024,
+    hidden=128,
+)
+TEXT = Sizes(
+    model=LanguageModelOptions(layers=6, width=128, heads=4, context=128, vocabulary=2048),
+    warm_up=300,
+    later=75,
+    batch=16,
+    rate=1e-3,
+    go_on=40,
+    reference=16,
+    held_out=60,
+    counts=(60, 120, 240),
+    main=240,
+    bootstrap=96,
+    plain=120,
+    validation=30,
+    test=80,
+    probe=2500,
+    pool=3000,
+    choose_from=128,
+    choose=16,
+    pools=10,
+    brute=1,
+    drift=150,
+    draws=1,
+)
+# tokens of a reference text: its loss is most of what a probe costs
+REFERENCE_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """ids; tokens int64[n, length]; features float32[n, d], one vector a document of an encoder that stays as it is."""
+
+    ids: list[str]
+    tokens: np.ndarray
+    features: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def at(self, rows: np.ndarray | slice) -> "Documents":
+        places = np.arange(len(self.ids))[rows]
+        return Documents([self.ids[i] for i in places.tolist()], self.tokens[places], self.features[places])
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A language model at a checkpoint and at a later one of the same training, its references, and documents that have
+    none in common: `probe` for trajectories to learn from, `test` for those to judge by, `pool` to select from. best:
+    rows of the pool that are known to help most, where that is known. encoder: what the features are of."""
+
+    name: str
+    place: str
+    seed: int
+    sizes: Sizes
+    checkpoint: Checkpoint
+    later: Checkpoint
+    reference: Reference
+    held_out: Reference
+    probe: Documents
+    test: Documents
+    pool: Documents
+    encoder: str
+    best: np.ndarray | None = None
