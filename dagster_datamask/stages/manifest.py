@@ -52,6 +52,9 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
     chosen, in_force = (settings.select.strategy for settings in (run.settings, run.in_force))
     if chosen != in_force:
         foreign.append(f"{stage.name}: select.strategy = {chosen!r} (in force: {in_force!r})")
+    same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
+    if foreign:
+        return Outcome(None, 0, {}, checks=(same,))
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
         whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
@@ -92,7 +95,6 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             **_selection_facts(mask),
         }
         write_json(generation.folder / SIDECAR, _sidecar(run, snapshot, inputs, counts, facts))
-        same = Check("made_under_these_settings", not foreign, True, {"different": "; ".join(foreign) or "none"})
         kept = Check(
             "kept_equals_budget",
             (counts["kept"], facts["tokens_kept"]) == (mask.facts["kept"], mask.facts["tokens"])
