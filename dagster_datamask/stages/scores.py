@@ -36,7 +36,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             generation,
             raw.shards,
             lambda shard: ahead(reader.batches(shard, ["text"])),
-            lambda: _Score(opened.enter_context(scorer_for(classifier, run.settings, run.accelerator, raw.rows))),
+            lambda: ScoreKernel(opened.enter_context(scorer_for(classifier, run.settings, run.accelerator, raw.rows))),
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
@@ -65,7 +65,9 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
         )
 
 
-class _Score:
+class ScoreKernel:
+    """Documents to rows of SCORES."""
+
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
