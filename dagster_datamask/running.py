@@ -17,17 +17,28 @@ import dagster as dg
 import numpy as np
 
 from dagster_datamask.definitions import build_definitions
-from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL, REPORT, SELECT, SOLVE_CORPUS
+from dagster_datamask.jobs import (
+    EMBED,
+    FIT_GLOBAL,
+    FULL,
+    GROUP_MATES_CONTINUE,
+    GROUP_MATES_FIT,
+    GROUP_MATES_SELECT,
+    REPORT,
+    SELECT,
+    SOLVE_CORPUS,
+    of_a_snapshot,
+)
 from dagster_datamask.keyed import hash64
-from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.partitions import asset_key, cc_snapshot
 from dagster_datamask.scoring.encoders import ENCODERS
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.identity import base_ids
 from dagster_datamask.shards.source import Source
-from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
+from dagster_datamask.stages.language_model import check_reference
 
 _ID_ROWS = 65_536
 _PROCESS_TAG = "datamask/process"
@@ -108,28 +119,55 @@ def materialise(
     """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others.
 
     With select.scope = corpus: `embed` for each, `solve_corpus` over all that are embedded, then `select` for those
-    that did not fail.
+    that did not fail. With select.strategy = group_mates or joint the stages of Group-MATES come after `embed`: of each
+    what is fitted once where that is due, what it chooses of each snapshot, and the model that is continued on it.
+
+    Raises SettingsError where influence is asked for and no reference set is named.
     """
+    staged = settings.select.strategy == "group_mates" or settings.select.influence > 0
+    if staged:
+        check_reference(settings)
     defs = build_definitions(settings)
     store = Store(Path(settings.storage.root))
     runs: list[SnapshotRun] = []
 
-    def execute(job: str, snapshot: str | None = None) -> bool:
-        runs.append(_execute(defs, job, snapshot, instance))
+    def execute(job: str, snapshot: str | None = None, only: Sequence[str] | None = None) -> bool:
+        runs.append(_execute(defs, job, snapshot, instance, only))
         told(runs[-1])
         return runs[-1].success
+
+    def fit(job: str, assets: Sequence[str]) -> bool:
+        due = list(unfitted(store, settings, source, assets))
+        return not due or execute(job, only=due)
+
+    def in_stages(left: list[str]) -> list[str]:
+        """The snapshots that every stage has chosen from."""
+        last = settings.group_mates.stages
+        for number in range(1, last + 1):
+            probed = [f"stage_{number}/rollout_sets", f"stage_{number}/influence_model"]
+            if not fit(f"{GROUP_MATES_FIT}_{number}", ["warmup_model", *probed] if number == 1 else probed):
+                return []
+            left = [snapshot for snapshot in left if execute(f"{GROUP_MATES_SELECT}_{number}", snapshot)]
+            if not left or (number == last and settings.select.strategy != "group_mates"):
+                break
+            # what is chosen stays chosen where the last model fails to go on
+            if not fit(f"{GROUP_MATES_CONTINUE}_{number}", [f"stage_{number}/continued_model"]) and number < last:
+                return []
+        return left
 
     if unfitted(store, settings, source) and not execute(FIT_GLOBAL):
         return runs
     missing = [key for key in snapshots if key not in instance.get_dynamic_partitions(cc_snapshot.name or "")]
     instance.add_dynamic_partitions(cc_snapshot.name or "", sorted(missing))
-    if settings.select.scope != "corpus":
+    if settings.select.scope != "corpus" and not staged:
         for snapshot in snapshots:
             execute(FULL, snapshot)
         return runs
-    embedded = [snapshot for snapshot in snapshots if execute(EMBED, snapshot)]
-    if embedded and execute(SOLVE_CORPUS):
-        for snapshot in embedded:
+    ready = [snapshot for snapshot in snapshots if execute(EMBED, snapshot)]
+    if ready and staged:
+        ready = in_stages(ready)
+    if ready and (settings.select.scope != "corpus" or execute(SOLVE_CORPUS)):
+        for snapshot in ready:
             execute(SELECT, snapshot)
     return runs
 
@@ -139,13 +177,21 @@ def report_all(settings: Settings, instance: dg.DagsterInstance) -> SnapshotRun:
     return _execute(build_definitions(settings), REPORT, None, instance)
 
 
-def _execute(defs: dg.Definitions, job: str, snapshot: str | None, instance: dg.DagsterInstance) -> SnapshotRun:
+def _execute(
+    defs: dg.Definitions,
+    job: str,
+    snapshot: str | None,
+    instance: dg.DagsterInstance,
+    only: Sequence[str] | None = None,
+) -> SnapshotRun:
+    """Run a job, or `only` some of its assets."""
     result = defs.resolve_job_def(job).execute_in_process(
         instance=instance,
         partition_key=snapshot,
         raise_on_error=False,
         tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}"},
         run_config={"loggers": {"console": {"config": {}}}},
+        asset_selection=None if only is None else [asset_key(name) for name in only],
     )
     name = " ".join(part for part in (snapshot, "" if job == FULL else job) if part)
     run = SnapshotRun(name, result.run_id, result.success)
@@ -226,7 +272,7 @@ def dry_run(settings: Settings, source: Source, snapshots: Sequence[str]) -> dic
         },
         "gpu_hours_assume": "full-length documents, bf16 at 40 % of 312 TFLOP/s; the paper's 45 minutes a million for "
         "the policy gradient; the certified solver needs seconds",
-        "stages": [name for name, stage in STAGES.items() if stage.partitioned],
+        "stages": of_a_snapshot(settings),
     }
 
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from dagster_datamask.failures import KIND, PERMANENT, TRANSIENT, is_transient, shard_of, told
 from dagster_datamask.keyed import digest
-from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.partitions import asset_key, cc_snapshot
 from dagster_datamask.reporting.tables import png_markdown
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.config import config_class, effective
@@ -48,6 +48,9 @@ _OF_A_MASK: tuple[_CheckSpec, ...] = (
 )
 CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
     "raw_shards": (("every_shard_readable", False, "No shard of the snapshot was set aside as unreadable."),),
+    "quality_scores": (
+        ("scorers_vary", False, "No scorer gives nearly all documents one score, or scores that hardly differ."),
+    ),
     "text_duplicates": (
         ("every_earlier_snapshot_compared", False, "All earlier snapshots that were begun were compared with."),
     ),
@@ -167,11 +170,6 @@ class StageAsset:
             check_specs=_check_specs(stage),
             retry_policy=RETRIES,
         )(asset)
-
-
-def asset_key(name: str) -> dg.AssetKey:
-    """The key of a stage's asset; what belongs to a Group-MATES stage lies in that stage's folder."""
-    return dg.AssetKey(name.split("/"))
 
 
 def _failure(error: Exception) -> dg.Failure:

@@ -7,6 +7,7 @@ from them; their names are fixed.
 import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
+from dagster_datamask.partitions import asset_key
 from dagster_datamask.settings import Settings
 from dagster_datamask.stages.base import FITTED, STAGES, candidate_inputs, lineage
 
@@ -73,7 +74,7 @@ def build_jobs(settings: Settings) -> dict[str, UnresolvedAssetJobDefinition]:
     return {
         name: dg.define_asset_job(
             name,
-            selection=dg.AssetSelection.assets(*(dg.AssetKey(asset.split("/")) for asset in assets)),
+            selection=dg.AssetSelection.assets(*map(asset_key, assets)),
             description=description,
         )
         for name, assets, description in jobs

@@ -15,6 +15,7 @@ import dagster as dg
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from dagster_datamask.jobs import FULL, of_a_snapshot
+from dagster_datamask.partitions import asset_key
 from dagster_datamask.sensors.runs import failure, unfinished
 from dagster_datamask.settings import Settings
 
@@ -36,7 +37,7 @@ def build_retry_failed_snapshots(
     settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]
 ) -> dg.SensorDefinition:
     """The sensor for these settings: it tries what the job `full` makes."""
-    assets = frozenset(dg.AssetKey(name) for name in of_a_snapshot(settings))
+    assets = frozenset(map(asset_key, of_a_snapshot(settings)))
 
     @dg.sensor(
         name="retry_failed_snapshots",
@@ -112,7 +113,8 @@ def _next_step(
 def _config_of(run: dg.DagsterRun, assets: list[dg.AssetKey]) -> dict[str, Any]:
     """The failed run's config for these assets: a value from the Launchpad holds for the retry as well."""
     config: dict[str, Any] = dict(run.run_config)
-    names = {key.to_user_string() for key in assets}
+    # as Dagster calls an asset's step
+    names = {"__".join(key.path) for key in assets}
     if "ops" in config:
         config["ops"] = {name: value for name, value in config["ops"].items() if name in names}
     return config

@@ -138,7 +138,7 @@ class _Choice:
         for k, path in enumerate(paths):
             if k in missing:
                 self._run.log(
-                    f"{self._scores.asset} {self._pool.snapshot}: split {k + 1} of {len(paths)}, {shares[k]:,} "
+                    f"{self._generation.asset} {self._pool.snapshot}: split {k + 1} of {len(paths)}, {shares[k]:,} "
                     f"{self._plan.unit} of {planned.sizes[k]:,} documents"
                 )
                 with pa.memory_map(str(path)) as file:

@@ -63,9 +63,7 @@ def warmup_model(run: Run, source: Source) -> Outcome:
 def _given(run: Run) -> Outcome:
     stage = STAGES["warmup_model"]
     asked = run.settings.group_mates
-    found = resolve_model(asked.checkpoint, setting="group_mates.checkpoint")
-    keys = {"checkpoint": found.revision, "tokenizer": _tokenizer_identity(asked.tokenizer)}
-    with run.generation(stage, None, keys) as generation:
+    with run.generation(stage, None, warm_up_identities(run.settings)) as generation:
         if generation.record(TRAINING_FILE, "") is None:
             checkpoint = load_checkpoint(asked.checkpoint, "group_mates.checkpoint")
             tokenizer = tokens.load_tokenizer(asked.tokenizer, "group_mates.tokenizer")
@@ -82,7 +80,7 @@ def _warm_up(run: Run, source: Source, bad: set[str]) -> Outcome:
     picked = pick_groups(source, snapshots, asked.warmup_documents, bad, _WARM_UP)
     keys = {
         "sample": picked_identity(source, picked),
-        "tokenizer": _tokenizer_identity(asked.tokenizer),
+        **warm_up_identities(run.settings),
         "precision": precision(run.accelerator),
     }
     with run.generation(stage, None, keys) as generation:
@@ -112,13 +110,20 @@ def _warm_up(run: Run, source: Source, bad: set[str]) -> Outcome:
             counts = {"trained_on": packed.documents, "no_text": packed.empty}
             rows_in = packed.documents + packed.empty
             _write_training(generation, trained.checkpoint, trained.losses, planned, rows=rows_in, counts=counts)
-        return _finish(run, generation, {}, [WARM_UP_FILE])
+        drawn = {"snapshots": sorted({snapshot for snapshot, _, _ in picked})}
+        return _finish(run, generation, drawn, [WARM_UP_FILE])
 
 
-def _tokenizer_identity(ref: str) -> str:
-    if ref == TRAINED:
-        return ref
-    return resolve_model(ref, filename="tokenizer.json", setting="group_mates.tokenizer").revision
+def warm_up_identities(settings: Settings) -> dict[str, str]:
+    """What of a checkpoint and a tokenizer that were given goes into the fingerprint: their content."""
+    asked = settings.group_mates
+    found = {"tokenizer": TRAINED}
+    if asked.tokenizer != TRAINED:
+        setting = "group_mates.tokenizer"
+        found["tokenizer"] = resolve_model(asked.tokenizer, filename="tokenizer.json", setting=setting).revision
+    if asked.checkpoint:
+        found["checkpoint"] = resolve_model(asked.checkpoint, setting="group_mates.checkpoint").revision
+    return found
 
 
 def _column(path: Path, name: str) -> Iterator[Any]:
@@ -326,17 +331,23 @@ class References:
         }
 
 
+def check_reference(settings: Settings) -> None:
+    """Raise SettingsError where influence would have nothing to be measured on."""
+    if not settings.group_mates.reference:
+        raise SettingsError(
+            "group_mates.reference is not set: influence is what a document does to the loss on a reference set; set "
+            "it to a parquet with the columns prompt and answer, or text"
+        )
+    reference_identities(settings)
+
+
 def open_references(settings: Settings, tokenizer: Tokenizer, context: int) -> References:
     """The reference sets as the model sees them. Of one file for both the held-out rows come after the others.
 
     Raises SettingsError where there is no reference set, OverlapError where the two share a text.
     """
     asked = settings.group_mates
-    if not asked.reference:
-        raise SettingsError(
-            "group_mates.reference is not set: influence is what a document does to the loss on a reference set; set "
-            "it to a parquet with the columns prompt and answer, or text"
-        )
+    check_reference(settings)
     limit = asked.reference_documents
     sets: dict[str, list[Example]] = {"group_mates.reference": read_examples(asked.reference, limit, asked.seed)}
     if asked.held_out:

@@ -210,7 +210,8 @@ class _Probed:
                 raise SettingsError(
                     f"{len(self.names)} documents can be probed, {there} of them {what}, and a rollout takes "
                     f"group_mates.steps = {asked.steps}: raise score.calibration_sample or "
-                    f"group_mates.probe_documents, lower group_mates.warmup_documents, or change group_mates.validation = {asked.validation}"
+                    "group_mates.probe_documents, lower group_mates.warmup_documents, or change "
+                    f"group_mates.validation = {asked.validation}"
                 )
 
     def features_of(self, rows: np.ndarray) -> np.ndarray | list[str]:
