@@ -99,8 +99,11 @@ def trajectory_figure(
     return png(figure)
 
 
-def quality_histogram(counts: Sequence[int], title: str = "Quality of the documents") -> bytes:
-    """Share of documents at each integer quality 0..15 beside FineWeb's (the paper's Table 7).
+def quality_histogram(
+    counts: Sequence[int], title: str = "Quality of the documents", beside_paper: bool = True
+) -> bytes:
+    """Share of documents at each integer quality 0..15, beside FineWeb's (the paper's Table 7) where quality is the
+    paper's sum.
 
     `counts` holds one number of documents per score, 16 of them at most; missing ones are 0. Shares below 1 % carry
     their number, since their bars cannot be seen. Raises ValueError for a negative count or more than 16.
@@ -112,10 +115,11 @@ def quality_histogram(counts: Sequence[int], title: str = "Quality of the docume
         return nothing(figure, axes, "no document has a quality score")
     x = np.arange(16)
     paper = np.array(PAPER_TABLE_7)
-    for offset, shares, colour, hatch, label in (
+    bars = [
         (-0.2, ours / total, COLOURS[0], None, f"this pool, {documents(total)}"),
         (0.2, paper / paper.sum(), COLOURS[4], "///", "FineWeb (DataMask paper, Table 7)"),
-    ):
+    ]
+    for offset, shares, colour, hatch, label in bars if beside_paper else bars[:1]:
         mean = float((x * shares).sum())
         label = f"{label}: mean {mean:.2f}"
         axes.bar(x + offset, 100 * shares, 0.4, color=colour, hatch=hatch, edgecolor="white", lw=0.5, label=label)
@@ -133,7 +137,7 @@ def quality_histogram(counts: Sequence[int], title: str = "Quality of the docume
                 )
     percent_axis(axes)
     axes.set_xticks(x)
-    axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)")
+    axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)" if beside_paper else "quality, rounded")
     axes.set_ylabel("share of documents")
     legend_below(figure, axes)
     return png(figure)

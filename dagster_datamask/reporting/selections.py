@@ -81,7 +81,7 @@ def quality_change_figure(counts: Mapping[str, Sequence[int]], means: Mapping[st
     percent_axis(axes)
     axes.set_ylim(bottom=0)
     axes.set_xticks(x)
-    axes.set_xlabel("quality, rounded (DCLM + Edu + Wiki, 0 to 15)")
+    axes.set_xlabel("quality, rounded (0 to 15)")
     axes.set_ylabel("share of documents")
     legend_below(figure, axes)
     return png(figure)

@@ -1,12 +1,14 @@
 """The quality of a document from its three scores, and the frozen constants taken from a sample of it.
 
 DataMask (arXiv 2512.24265): Q = DCLM + Edu + Wiki in 0…15, so 0…5 each; 5·p for the two probabilities is
-inferred from its Table 7. Here belong: the sum, its missing parts, quantiles. Not here: ties and cuts over
-documents (`selection`).
+inferred from its Table 7. Where the sum is not what one wants, each part is replaced by its standing in a frozen
+sample, by z-score or by rank, on the same 0…15. Here belong: these combinations, missing parts, quantiles. Not here:
+ties and cuts over documents (`selection`), and whether the scorers agree (`agreement`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +18,49 @@ QUALITY_MAX = 15.0
 LOW_QUANTILE = 0.001
 HIGH_QUANTILE = 0.999
 
+Combination = Literal["sum", "zscore", "rank"]
+Missing = Literal["null", "others"]
+
+
+@dataclass(frozen=True)
+class Standard:
+    """The scores of a recorded sample that a document's are measured against: float64 by part, sorted, on 0…5.
+
+    zscore: a part counts 2.5 + (5/6)·z, so that quality = 7.5 + 2.5·z̄ for the weighted mean z̄ of (x − μ)/σ: three
+    standard deviations below and above the sample's mean are 0 and 15. The map is linear and not clipped, for the
+    objective takes mean quality, and a bent or cut scale would prefer other masks; few documents lie outside 0…15. A
+    part that is constant in the sample has no σ and counts 2.5.
+
+    rank: a part counts 5·F for the share F of the sample below it, and half the share equal to it (the mid-rank), so
+    quality is 15 times a weighted mean quantile. What lies beyond the sample counts 0 or 5.
+    """
+
+    combination: Combination
+    scores: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, combination: Combination, parts: Mapping[str, np.ndarray]) -> "Standard":
+        """From float64[n] scores by part as the scorers give them; NaN is a score that is missing, and left out."""
+        return cls(
+            combination,
+            {part: np.sort(_scaled(part, column[np.isfinite(column)])) for part, column in parts.items()},
+        )
+
+    def place(self, part: str, scaled: np.ndarray) -> np.ndarray:
+        """What each of float64[n] scores on 0…5 counts; NaN stays. Raises ValueError where the sample has no score."""
+        sample = self.scores[part]
+        if not len(sample):
+            raise ValueError(
+                f"{part}: no document of the calibration sample has a score to measure others against; raise "
+                "score.calibration_sample or set score.combine = sum"
+            )
+        if self.combination == "zscore":
+            spread = float(sample.std())
+            z = (scaled - sample.mean()) / spread if spread > 0 else np.where(np.isnan(scaled), np.nan, 0.0)
+            return PART_MAX / 2 + PART_MAX / 6 * z
+        below, up_to = (np.searchsorted(sample, scaled, side) for side in ("left", "right"))
+        return np.where(np.isnan(scaled), np.nan, PART_MAX * (below + up_to) / (2 * len(sample)))
+
 
 def combine(
     dclm: np.ndarray,
@@ -24,13 +69,16 @@ def combine(
     *,
     reasons: Mapping[str, Sequence[str | None]],
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    standard: Standard | None = None,
+    missing: Missing = "null",
 ) -> tuple[np.ndarray, list[str | None]]:
-    """Continuous quality float64[n] in [0, 15] and, where it is NaN, the reason.
+    """Continuous quality float64[n] and why a part of it, or all of it, is missing.
 
     dclm, wiki: float64[n] probabilities; edu: float64[n] on Edu's scale, clamped to [0, 5] here and only
     here; NaN where `reasons[part]` has an entry. weights: non-negative; the weighted sum is scaled so that
-    its maximum stays 15. A missing part of positive weight makes the quality null, reason `dclm:no_tokens`,
-    several joined by commas.
+    its maximum stays 15. standard: None for the sum, in [0, 15]. A missing part of positive weight is named in the
+    reason, `dclm:no_tokens`, several joined by commas; with missing = null it makes the quality NaN, with others the
+    quality is the weighted mean of the parts that there are, three times, and NaN where there is none.
 
     Raises ValueError naming part, row and value: shapes that differ, a NaN without a reason or a reason with
     a score, a probability outside [0, 1], weights that are negative, not finite, or all zero.
@@ -41,35 +89,45 @@ def combine(
     if sorted(reasons) != sorted(PARTS):
         raise ValueError(f"reasons must name {', '.join(PARTS)}, not {', '.join(sorted(reasons))}")
     n = len(columns["dclm"])
-    total = np.zeros(n)
+    total, weighed = np.zeros(n), np.zeros(n)
     why: dict[int, list[str]] = {}
     for (part, column), weight in zip(columns.items(), weights, strict=True):
         if column.shape != (n,) or len(reasons[part]) != n:
             raise ValueError(
                 f"{part}: {list(column.shape)} scores and {len(reasons[part])} reasons, but dclm has {n} scores"
             )
-        missing = np.array([reason is not None for reason in reasons[part]], dtype=bool)
-        wrong = np.flatnonzero(missing == np.isfinite(column))
+        absent = np.array([reason is not None for reason in reasons[part]], dtype=bool)
+        wrong = np.flatnonzero(absent == np.isfinite(column))
         if wrong.size:
             row = int(wrong[0])
             raise ValueError(f"{part}, row {row}: score {column[row]} with reason {reasons[part][row]!r}")
         if part != "edu":
-            outside = np.flatnonzero(~missing & ((column < 0) | (column > 1)))
+            outside = np.flatnonzero(~absent & ((column < 0) | (column > 1)))
             if outside.size:
                 row = int(outside[0])
                 raise ValueError(f"{part}, row {row}: {column[row]} is not a probability in [0, 1]")
         if weight == 0:
             continue
-        for row in np.flatnonzero(missing).tolist():
+        for row in np.flatnonzero(absent).tolist():
             why.setdefault(int(row), []).append(f"{part}:{reasons[part][row]}")
-        scaled = np.clip(column, 0.0, PART_MAX) if part == "edu" else PART_MAX * column
-        total += weight * scaled
-    quality = np.minimum(total * (3.0 / sum(weights)), QUALITY_MAX)
+        scaled = _scaled(part, column)
+        counts = scaled if standard is None else standard.place(part, scaled)
+        total += np.where(absent, 0.0, weight * counts)
+        weighed += np.where(absent, 0.0, weight)
+    quality = total * (3.0 / np.where(weighed > 0, weighed, np.nan))
+    if standard is None or standard.combination == "rank":
+        quality = np.minimum(quality, QUALITY_MAX)
     joined: list[str | None] = [None] * n
     for row, parts in why.items():
-        quality[row] = np.nan
         joined[row] = ",".join(parts)
+        if missing == "null":
+            quality[row] = np.nan
     return quality, joined
+
+
+def _scaled(part: str, column: np.ndarray) -> np.ndarray:
+    """A part on 0…5."""
+    return np.clip(column, 0.0, PART_MAX) if part == "edu" else PART_MAX * column
 
 
 @dataclass(frozen=True)

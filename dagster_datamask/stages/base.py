@@ -99,6 +99,9 @@ _SELECT = tuple(
 )
 
 
+_COMBINATION = ("score.weights", "score.combine", "score.missing")
+
+
 def _reads_constants(settings: Settings) -> bool:
     return settings.select.scale == "minmax" and settings.select.lambda_ > 0
 
@@ -358,7 +361,12 @@ STAGES: dict[str, Stage] = {
         Stage(
             "quality_calibration",
             "2",
-            ("score.weights", "score.calibration_snapshots", "score.calibration_sample", "prune.ratio"),
+            (
+                *_COMBINATION,
+                "score.calibration_snapshots",
+                "score.calibration_sample",
+                "prune.ratio",
+            ),
             ("dclm_classifier", "edu_classifier", "wiki_classifier"),
             "global",
             "A recorded, scored sample of documents; the constants that put quality on one scale everywhere.",
@@ -455,10 +463,11 @@ STAGES: dict[str, Stage] = {
         Stage(
             "quality_scores",
             "1",
-            ("score.weights",),
+            _COMBINATION,
             ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
             "quality",
-            "Quality 0..15: 5 times the two probabilities plus the Edu score clamped to 0..5.",
+            "Quality 0..15: 5 times the two probabilities plus the Edu score clamped to 0..5, or their standings.",
+            optional=(("quality_calibration", lambda settings: settings.score.combine != "sum"),),
         ),
         Stage(
             "pruned_documents",

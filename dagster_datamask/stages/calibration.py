@@ -4,7 +4,7 @@ The sample is drawn from source shards by keyed hash and kept, text included, in
 constants and centroids can be explained and refitted, and no snapshot run can move them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.reporting.figures import cluster_sizes_figure, quality_histogram
+from dagster_datamask.scoring.base import ScoredBatch, Scorer
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
-from dagster_datamask.scoring.quality import PARTS, calibrate, combine
+from dagster_datamask.scoring.quality import PARTS, Combination, Standard, calibrate, combine
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.settings import ScoreSettings, Settings, SettingsError
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.identity import base_ids
@@ -29,9 +30,8 @@ from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.classifiers import classifier_of, precision, scorer_for
-from dagster_datamask.stages.quality import integer_histogram
+from dagster_datamask.stages.quality import SAMPLE_FILE, integer_histogram
 
-SAMPLE_FILE = "sample.parquet"
 CENTROIDS_FILE = "centroids.arrow"
 _SAMPLE = pa.schema(
     [
@@ -94,11 +94,15 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
                 for part in PARTS
             }
             progress = run.progress(stage, None)
+            batches = []
+            for start in range(0, len(rows), BATCH_ROWS):
+                batches.append(_scored(rows.slice(start, BATCH_ROWS), scorers))
+                progress(min(start + BATCH_ROWS, len(rows)), len(rows), SAMPLE_FILE)
+            # z-scores and ranks are measured against the whole sample, so that comes first
+            standard = None if settings.combine == "sum" else _standard(settings.combine, batches)
             with table_file(generation.folder / SAMPLE_FILE, _SAMPLE, _SAMPLED_TEXT_ROWS) as writer:
-                for start in range(0, len(rows), BATCH_ROWS):
-                    batch = rows.slice(start, BATCH_ROWS)
-                    writer.write(_scored(batch, scorers, settings.weights))
-                    progress(start + len(batch), len(rows), SAMPLE_FILE)
+                for batch, parts in batches:
+                    writer.write(_combined(batch, parts, settings, standard))
             scored = pq.read_table(generation.folder / SAMPLE_FILE, columns=["quality"])["quality"]
             record = generation.complete(
                 SAMPLE_FILE,
@@ -117,7 +121,9 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
             expected_rows=record.rows,
             figures=lambda published: {
                 "quality of the sample": quality_histogram(
-                    integer_histogram(quality.drop_null().to_numpy()).tolist(), "Quality of the calibration sample"
+                    integer_histogram(quality.drop_null().to_numpy()).tolist(),
+                    "Quality of the calibration sample",
+                    beside_paper=settings.combine == "sum",
                 )
             },
         )
@@ -204,13 +210,25 @@ def _smallest(table: pa.Table, rows: int, purpose: str) -> pa.Table:
     return table.take(pa.array(order[:rows]))
 
 
-def _scored(batch: pa.Table, scorers: dict, weights: list[float]) -> pa.Table:
+def _scored(batch: pa.Table, scorers: Mapping[str, Scorer]) -> tuple[pa.Table, dict[str, ScoredBatch]]:
     texts = batch["text"].to_pylist()
-    parts = {part: scorer.score(texts) for part, scorer in scorers.items()}
+    return batch, {part: scorer.score(texts) for part, scorer in scorers.items()}
+
+
+def _standard(combination: Combination, batches: list[tuple[pa.Table, dict[str, ScoredBatch]]]) -> Standard:
+    parts = {part: [parts[part].scores for _, parts in batches] for part in PARTS}
+    return Standard.of(combination, {part: np.concatenate([np.empty(0), *scores]) for part, scores in parts.items()})
+
+
+def _combined(
+    batch: pa.Table, parts: Mapping[str, ScoredBatch], settings: ScoreSettings, standard: Standard | None
+) -> pa.Table:
     quality, reasons = combine(
         *(parts[part].scores for part in PARTS),
         reasons={part: parts[part].reasons for part in PARTS},
-        weights=(weights[0], weights[1], weights[2]),
+        weights=(settings.weights[0], settings.weights[1], settings.weights[2]),
+        standard=standard,
+        missing=settings.missing,
     )
     for part in PARTS:
         batch = batch.append_column(part, pa.array(parts[part].scores, from_pandas=True))

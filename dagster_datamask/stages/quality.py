@@ -5,46 +5,64 @@ exact rank. The scores themselves are `scores`'s, what cleaning finds is `cleani
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
+from dagster_datamask.keyed import hash64
 from dagster_datamask.reporting.figures import quality_histogram
-from dagster_datamask.scoring.quality import PARTS, combine
+from dagster_datamask.reporting.scorers import correlation_figure
+from dagster_datamask.scoring.agreement import correlations, nearly_constant
+from dagster_datamask.scoring.quality import PARTS, Combination, Standard, combine
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.engine import Counts, map_shards
 from dagster_datamask.shards.generations import total_counts
 from dagster_datamask.shards.order import Cut, cut, descending, tie_hash
 from dagster_datamask.shards.schemas import PRUNED, SCORES
-from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 QUALITY_BINS = 16
+# the scored sample of quality_calibration
+SAMPLE_FILE = "sample.parquet"
+_SAMPLED = 10_000
 _KEYS = np.dtype([("value", "<u8"), ("tie", "<u8")])
 
 
 def quality_scores(run: Run, snapshot: str) -> Outcome:
-    """Publish the 0..15 quality of every row; null with the scorer's reason where a part is missing."""
+    """Publish the 0..15 quality of every row, and the scorer's reason where a part is missing: then quality is null, or
+    with score.missing = others of the other parts alone.
+
+    As facts and figures also how the scorers agree, on the 10,000 documents of least keyed hash; a check warns of one
+    that hardly tells them apart.
+    """
     stage = STAGES["quality_scores"]
     inputs = run.inputs(stage, snapshot)
     raw = inputs["raw_shards"]
-    weights = run.settings.score.weights
+    score = run.settings.score
+    calibration = inputs.get("quality_calibration")
+    standard = None if calibration is None else standard_of(score.combine, calibration.path(SAMPLE_FILE))
 
     def kernel(batch: tuple[pa.Array, dict[str, pa.Table]]) -> tuple[pa.Table, int, Counts]:
         ids, parts = batch
         quality, reasons = combine(
             *(parts[part]["score"].to_numpy() for part in PARTS),
             reasons={part: parts[part]["reason"].to_pylist() for part in PARTS},
-            weights=(weights[0], weights[1], weights[2]),
+            weights=(score.weights[0], score.weights[1], score.weights[2]),
+            standard=standard,
+            missing=score.missing,
         )
         table = pa.table(
             {"doc_id": ids, "score": pa.array(quality, from_pandas=True), "reason": reasons}, schema=SCORES
         )
-        return table, len(ids), Counter("unscored" if reason else "scored" for reason in reasons)
+        scored, whole = np.isfinite(quality), np.array([reason is None for reason in reasons], dtype=bool)
+        counts = {"scored": scored & whole, "scored_in_part": scored & ~whole, "unscored": ~scored}
+        return table, len(ids), {name: int(rows.sum()) for name, rows in counts.items()}
 
     def read(shard: str) -> Iterator[tuple[pa.Array, dict[str, pa.Table]]]:
         cursors = {part: Cursor(inputs[f"{part}_scores"].path(shard), None, SIDE_ROWS) for part in PARTS}
@@ -73,21 +91,60 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
                 histogram += integer_histogram(values)
                 total += float(values.sum())
         scored = int(histogram.sum())
+        sample = _sample(batch for shard in raw.shards for batch in read(shard))
+        pairs, constant = correlations(sample), nearly_constant(sample)
         return finish(
             generation,
             records,
             ".parquet",
-            facts={"mean": total / scored if scored else None, "histogram": histogram.tolist()},
+            facts={
+                "mean": total / scored if scored else None,
+                "histogram": histogram.tolist(),
+                "correlations": pairs,
+            },
             expected_rows=raw.rows,
             figures=lambda published: {
-                "quality by integer score": quality_histogram(histogram.tolist(), f"Quality of {snapshot}")
+                "quality by integer score": quality_histogram(
+                    histogram.tolist(), f"Quality of {snapshot}", beside_paper=standard is None
+                ),
+                "how the scorers agree": correlation_figure(pairs, f"How the scorers of {snapshot} agree"),
             },
+            checks=(
+                Check(
+                    "scorers_vary",
+                    not constant,
+                    False,
+                    {"nearly_constant": "; ".join(f"{part}: {why}" for part, why in constant.items()) or "none"},
+                ),
+            ),
         )
 
 
+def standard_of(combination: Combination, sample: Path) -> Standard:
+    """What z-scores or ranks are measured against: the recorded sample, so that quality means the same everywhere."""
+    columns = pq.read_table(sample, columns=list(PARTS))
+    return Standard.of(combination, {part: columns[part].to_numpy() for part in PARTS})
+
+
 def integer_histogram(quality: np.ndarray) -> np.ndarray:
-    """int64[16]: documents by rounded quality 0..15 (halves to even), the paper's Table 7."""
-    return np.bincount(np.rint(quality).astype(np.int64), minlength=QUALITY_BINS)
+    """int64[16]: documents by rounded quality 0..15 (halves to even), the paper's Table 7; the first and the last hold
+    what a z-score puts beyond."""
+    rounded = np.clip(np.rint(quality), 0, QUALITY_BINS - 1)
+    return np.bincount(rounded.astype(np.int64), minlength=QUALITY_BINS)
+
+
+def _sample(batches: Iterable[tuple[pa.Array, dict[str, pa.Table]]]) -> dict[str, np.ndarray]:
+    """{part: scores of the _SAMPLED documents of least keyed hash}, NaN where there is none."""
+    kept = np.empty((0, len(PARTS)))
+    keys = np.empty(0, np.uint64)
+    for ids, parts in batches:
+        keys = np.concatenate([keys, hash64(ids.to_pylist(), 0, "correlation")])
+        kept = np.concatenate([kept, np.column_stack([parts[part]["score"].to_numpy() for part in PARTS])])
+        if len(keys) > _SAMPLED:
+            least = np.argpartition(keys, _SAMPLED)[:_SAMPLED]
+            keys, kept = keys[least], kept[least]
+    order = np.argsort(keys, kind="stable")
+    return {part: kept[order, k] for k, part in enumerate(PARTS)}
 
 
 def pruned_documents(run: Run, snapshot: str) -> Outcome:

@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dagster_datamask.scoring.quality import calibrate, combine
+from dagster_datamask import keyed
+from dagster_datamask.scoring.quality import PARTS, Standard, calibrate, combine
 
 NONE = {"dclm": [], "edu": [], "wiki": []}
 unit = st.floats(0, 1)
@@ -83,6 +84,130 @@ def test_bad_input_is_named(change: dict, message: str) -> None:
     good = {"dclm": np.zeros(2), "edu": np.zeros(2), "wiki": np.zeros(2), "reasons": present(2)}
     with pytest.raises(ValueError, match=message):
         combine(**{**good, **change})
+
+
+def columns_of(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    return {"dclm": rng.random(n) ** 3, "edu": rng.normal(2, 2, n), "wiki": rng.random(n)}
+
+
+class TestStandings:
+    @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (2.0, 0.5, 1.0), (0.0, 1.0, 3.0)])
+    def test_z_scores_are_those_of_the_sample_and_linear(self, weights: tuple[float, float, float]) -> None:
+        rng = keyed.rng(0, "zscore")
+        sample, scored = columns_of(rng, 501), columns_of(rng, 40)
+        standard = Standard.of("zscore", sample)
+        quality, reasons = combine(**scored, reasons=present(40), weights=weights, standard=standard)
+        five = {part: np.clip(x, 0, 5) if part == "edu" else 5 * x for part, x in sample.items()}
+        z = sum(
+            w * ((np.clip(x, 0, 5) if part == "edu" else 5 * x) - five[part].mean()) / five[part].std()
+            for (part, x), w in zip(scored.items(), weights, strict=True)
+        ) / sum(weights)
+        np.testing.assert_allclose(quality, 7.5 + 2.5 * z, rtol=1e-12)
+        assert reasons == [None] * 40
+        own, _ = combine(**sample, reasons=present(501), weights=weights, standard=standard)
+        assert own.mean() == pytest.approx(7.5)
+
+    def test_a_score_far_from_the_sample_is_not_cut_off(self) -> None:
+        sample = {
+            "dclm": np.linspace(0, 0.01, 100),
+            "edu": np.linspace(0, 0.05, 100),
+            "wiki": np.linspace(0, 0.01, 100),
+        }
+        one = {"dclm": np.array([0.5, 1.0]), "edu": np.array([2.5, 5.0]), "wiki": np.array([0.5, 1.0])}
+        quality, _ = combine(**one, reasons=present(2), standard=Standard.of("zscore", sample))
+        assert 15 < quality[0] < quality[1]
+
+    def test_ranks_are_the_share_below_and_half_the_share_equal(self) -> None:
+        sample = {
+            "dclm": np.array([0.1, 0.2, 0.2, 0.4]),
+            "edu": np.array([0.0, -1.0, 3.0, 9.0]),
+            "wiki": np.array([0.5]),
+        }
+        one = {
+            "dclm": np.array([0.2, 0.0, 1.0, 0.3, 0.4]),
+            "edu": np.array([-7.0, 1.0, 5.0, 4.0, 6.0]),
+            "wiki": np.array([0.5, 0.4, 0.6, 0.5, 0.5]),
+        }
+        quality, _ = combine(**one, reasons=present(5), standard=Standard.of("rank", sample))
+        expected = 5 * (
+            np.array([2 / 4, 0, 1, 3 / 4, 3.5 / 4])
+            + np.array([1 / 4, 2 / 4, 3.5 / 4, 3 / 4, 3.5 / 4])
+            + np.array([1 / 2, 0, 1, 1 / 2, 1 / 2])
+        )
+        np.testing.assert_allclose(quality, expected)
+
+    @given(st.integers(1, 40), st.integers(0, 2**32), st.sampled_from(["zscore", "rank"]))
+    def test_a_better_part_never_lowers_the_quality(self, n: int, seed: int, how: str) -> None:
+        rng = np.random.default_rng(seed)
+        standard = Standard.of(how, columns_of(rng, n))
+        low = {part: np.minimum(x, 0.9) for part, x in columns_of(rng, 5).items()}
+        for part in PARTS:
+            high = low | {part: low[part] + rng.random(5) * 0.1}
+            before, _ = combine(**low, reasons=present(5), standard=standard)
+            after, _ = combine(**high, reasons=present(5), standard=standard)
+            assert (after >= before - 1e-12).all()
+            if how == "rank":
+                assert (before >= 0).all() and (after <= 15).all()
+
+    def test_a_scorer_constant_in_the_sample_says_nothing(self) -> None:
+        sample = {"dclm": np.array([0.5, 0.5]), "edu": np.array([1.0, 3.0]), "wiki": np.array([0.2, 0.4])}
+        one = {"dclm": np.array([0.1, 0.9]), "edu": np.array([2.0, 2.0]), "wiki": np.array([0.3, 0.3])}
+        quality, _ = combine(**one, reasons=present(2), standard=Standard.of("zscore", sample))
+        np.testing.assert_allclose(quality, [7.5, 7.5])
+
+    def test_a_sample_without_a_score_is_named_where_it_is_needed(self) -> None:
+        sample = {"dclm": np.array([np.nan, np.nan]), "edu": np.array([1.0, np.nan]), "wiki": np.array([0.2, 0.4])}
+        one = {"dclm": np.array([0.1]), "edu": np.array([2.0]), "wiki": np.array([0.3])}
+        for how in ("zscore", "rank"):
+            standard = Standard.of(how, sample)
+            assert [len(standard.scores[part]) for part in PARTS] == [0, 1, 2]
+            with pytest.raises(ValueError, match="dclm: no document of the calibration sample has a score"):
+                combine(**one, reasons=present(1), standard=standard)
+            assert np.isfinite(combine(**one, reasons=present(1), standard=standard, weights=(0, 1, 1))[0]).all()
+
+
+class TestMissing:
+    COLUMNS = {
+        "dclm": np.array([np.nan, 0.4, np.nan, 0.4]),
+        "edu": np.array([3.0, np.nan, np.nan, 3.0]),
+        "wiki": np.array([0.2, 0.2, np.nan, 0.2]),
+    }
+    REASONS = {
+        "dclm": ["no_tokens", None, "null_text", None],
+        "edu": [None, "non_finite", "null_text", None],
+        "wiki": [None, None, "null_text", None],
+    }
+
+    @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (2.0, 1.0, 3.0)])
+    def test_the_others_are_averaged_and_the_reason_is_recorded(self, weights: tuple[float, float, float]) -> None:
+        quality, reasons = combine(**self.COLUMNS, reasons=self.REASONS, weights=weights, missing="others")
+        a, b, c = weights
+        expected = [
+            3 * (b * 3 + c * 1) / (b + c),
+            3 * (a * 2 + c * 1) / (a + c),
+            np.nan,
+            3 * (a * 2 + b * 3 + c) / (a + b + c),
+        ]
+        np.testing.assert_allclose(quality, expected)
+        assert reasons == ["dclm:no_tokens", "edu:non_finite", "dclm:null_text,edu:null_text,wiki:null_text", None]
+
+    def test_null_takes_no_part_of_a_sum(self) -> None:
+        quality, reasons = combine(**self.COLUMNS, reasons=self.REASONS)
+        assert np.isnan(quality).tolist() == [True, True, True, False]
+        assert reasons[:2] == ["dclm:no_tokens", "edu:non_finite"]
+
+    def test_a_part_of_weight_zero_alone_is_no_quality(self) -> None:
+        columns = {"dclm": np.array([np.nan]), "edu": np.array([3.0]), "wiki": np.array([np.nan])}
+        reasons = {"dclm": ["no_tokens"], "edu": [None], "wiki": ["no_tokens"]}
+        quality, why = combine(**columns, reasons=reasons, weights=(1, 0, 1), missing="others")
+        assert np.isnan(quality[0]) and why == ["dclm:no_tokens,wiki:no_tokens"]
+
+    @pytest.mark.parametrize("how", ["zscore", "rank"])
+    def test_standings_of_the_others_are_averaged(self, how: str) -> None:
+        standard = Standard.of(how, columns_of(keyed.rng(1, "missing"), 50))
+        quality, _ = combine(**self.COLUMNS, reasons=self.REASONS, standard=standard, missing="others")
+        expected = (3 / 2) * (standard.place("edu", np.array([3.0])) + standard.place("wiki", np.array([1.0])))
+        np.testing.assert_allclose(quality[0], expected[0])
 
 
 def test_calibration_against_numpy_and_a_count() -> None:
