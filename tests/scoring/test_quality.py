@@ -166,21 +166,22 @@ class TestStandings:
             assert np.isfinite(combine(**one, reasons=present(1), standard=standard, weights=(0, 1, 1))[0]).all()
 
 
-class TestMissing:
-    COLUMNS = {
-        "dclm": np.array([np.nan, 0.4, np.nan, 0.4]),
-        "edu": np.array([3.0, np.nan, np.nan, 3.0]),
-        "wiki": np.array([0.2, 0.2, np.nan, 0.2]),
-    }
-    REASONS = {
-        "dclm": ["no_tokens", None, "null_text", None],
-        "edu": [None, "non_finite", "null_text", None],
-        "wiki": [None, None, "null_text", None],
-    }
+LACKING = {
+    "dclm": np.array([np.nan, 0.4, np.nan, 0.4]),
+    "edu": np.array([3.0, np.nan, np.nan, 3.0]),
+    "wiki": np.array([0.2, 0.2, np.nan, 0.2]),
+}
+REASONS = {
+    "dclm": ["no_tokens", None, "null_text", None],
+    "edu": [None, "non_finite", "null_text", None],
+    "wiki": [None, None, "null_text", None],
+}
 
+
+class TestMissing:
     @pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (2.0, 1.0, 3.0)])
     def test_the_others_are_averaged_and_the_reason_is_recorded(self, weights: tuple[float, float, float]) -> None:
-        quality, reasons = combine(**self.COLUMNS, reasons=self.REASONS, weights=weights, missing="others")
+        quality, reasons = combine(**LACKING, reasons=REASONS, weights=weights, missing="others")
         a, b, c = weights
         expected = [
             3 * (b * 3 + c * 1) / (b + c),
@@ -192,7 +193,7 @@ class TestMissing:
         assert reasons == ["dclm:no_tokens", "edu:non_finite", "dclm:null_text,edu:null_text,wiki:null_text", None]
 
     def test_null_takes_no_part_of_a_sum(self) -> None:
-        quality, reasons = combine(**self.COLUMNS, reasons=self.REASONS)
+        quality, reasons = combine(**LACKING, reasons=REASONS)
         assert np.isnan(quality).tolist() == [True, True, True, False]
         assert reasons[:2] == ["dclm:no_tokens", "edu:non_finite"]
 
@@ -205,7 +206,7 @@ class TestMissing:
     @pytest.mark.parametrize("how", ["zscore", "rank"])
     def test_standings_of_the_others_are_averaged(self, how: str) -> None:
         standard = Standard.of(how, columns_of(keyed.rng(1, "missing"), 50))
-        quality, _ = combine(**self.COLUMNS, reasons=self.REASONS, standard=standard, missing="others")
+        quality, _ = combine(**LACKING, reasons=REASONS, standard=standard, missing="others")
         expected = (3 / 2) * (standard.place("edu", np.array([3.0])) + standard.place("wiki", np.array([1.0])))
         np.testing.assert_allclose(quality[0], expected[0])
 
