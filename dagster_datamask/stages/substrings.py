@@ -12,7 +12,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dagster_datamask.cleaning.substrings import BYTES_PER_BYTE, Repeats, find_repeats, removed
+from dagster_datamask.cleaning.substrings import Repeats, find_repeats, memory_needed, removed
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_offsets
 from dagster_datamask.settings import SettingsError
@@ -124,7 +124,7 @@ class _Find:
     def __call__(self, part: Part) -> tuple[pa.Table, int, Counts]:
         self._accelerator.plan(
             "searching a shard for repeated substrings",
-            BYTES_PER_BYTE * sum(map(len, part.texts)),
+            memory_needed(part.texts),
             "write the snapshot as smaller shards",
         )
         found = find_repeats(part.texts, partial(token_offsets, self._tokenizer), self._min_tokens)

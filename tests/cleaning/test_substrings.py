@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dagster_datamask.cleaning.substrings import Repeats, find_repeats, removed
+from dagster_datamask.cleaning.substrings import Repeats, find_repeats, memory_needed, removed
 
 Offsets = list[tuple[int, int]]
 
@@ -160,3 +160,10 @@ def test_the_cut_text_of_no_spans_is_the_text() -> None:
     assert removed(b"abc", []) == b"abc"
     assert removed(b"abcdef", [[0, 2], [3, 4]]) == b"cef"
     assert removed(b"abc", [[0, 3]]) == b""
+
+
+def test_memory_counts_what_is_largest() -> None:
+    assert memory_needed([]) == 0
+    assert memory_needed([b"x" * 10] * 100) == 24_000
+    # one document is all that is tokenised at once
+    assert memory_needed([b"x" * 1000]) == 42_000
