@@ -10,7 +10,10 @@ import pytest
 import dagster_datamask
 
 PACKAGE = Path(dagster_datamask.__file__).parent
-PURE = ("selection", "scoring", "shards", "stages", "reporting", "demo", "settings", "keyed", "accelerator")
+PURE = (
+    *("selection", "influence", "scoring", "cleaning", "shards", "reporting"),
+    *("stages", "demo", "settings", "keyed", "accelerator"),
+)
 
 
 def modules() -> dict[str, Path]:
@@ -56,6 +59,8 @@ def test_pure_code_loads_no_dagster() -> None:
         ("accelerator", ()),
         ("selection", ("keyed", "accelerator", "shards", "selection")),
         ("scoring", ("keyed", "accelerator", "scoring")),
+        ("influence", ("keyed", "accelerator", "scoring", "selection", "shards", "influence")),
+        ("cleaning", ("keyed", "shards", "cleaning")),
         ("reporting", ("reporting",)),
         ("shards", ("keyed", "shards")),
         (
@@ -65,7 +70,9 @@ def test_pure_code_loads_no_dagster() -> None:
                 "accelerator",
                 "settings",
                 "selection",
+                "influence",
                 "scoring",
+                "cleaning",
                 "shards",
                 "reporting",
                 "stages",
