@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,10 +25,11 @@ import numpy as np
 from dagster_datamask.scoring.base import ScoredBatch
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
 
-# texts that one worker takes at a time: some 10 ms of work, so that the last of a batch leave few idle for long
-CHUNK_TEXTS = 16
+# texts that one worker takes at a time: some 15 ms of work
+CHUNK_TEXTS = 64
 # a worker has the next at hand when it is done with one
 _AT_HAND = 2
+_BATCHES_HELD = 2
 _SECONDS_TO_END = 10.0
 # a process without threads can fork; libraries that would start some are told not to
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
@@ -83,29 +84,54 @@ class FastTextProcesses:
 
     def score(self, texts: Sequence[str | None]) -> ScoredBatch:
         """As FastTextScorer.score. Raises WorkerLost where a process was killed; after any error this is closed."""
-        chunks = [texts[start : start + CHUNK_TEXTS] for start in range(0, len(texts), CHUNK_TEXTS)]
-        parts: list[ScoredBatch] = [_EMPTY] * len(chunks)
-        waiting: dict[Connection, deque[int]] = {worker: deque() for worker in self._workers}
-        free, sent = deque(self._workers * _AT_HAND), 0
+        (scored,) = self.score_each([texts])
+        return scored
+
+    def score_each(self, batches: Iterable[Sequence[str | None]]) -> Iterator[ScoredBatch]:
+        """`score` of each batch in turn; the processes have the next one already while the last is looked at.
+
+        A batch is taken from `batches` when there is room for it: two are held. After any error, and where it is not
+        read to its end, this is closed.
+        """
+        source = iter(batches)
+        taken: deque[list[ScoredBatch | None]] = deque()
+        chunks: deque[tuple[list[ScoredBatch | None], int, Sequence[str | None]]] = deque()
+        free = deque(self._workers * _AT_HAND)
+        at: dict[Connection, deque[tuple[list[ScoredBatch | None], int]]] = {w: deque() for w in self._workers}
+
+        def hand_out() -> None:
+            while free and chunks:
+                parts, place, texts = chunks.popleft()
+                worker = free.popleft()
+                self._send(worker, texts)
+                at[worker].append((parts, place))
+
+        def collect() -> None:
+            for ready in wait([worker for worker, given in at.items() if given]):
+                assert isinstance(ready, Connection)
+                parts, place = at[ready].popleft()
+                parts[place] = self._received(ready)
+                free.append(ready)
+
         try:
-            while sent < len(chunks) or any(waiting.values()):
-                while free and sent < len(chunks):
-                    worker = free.popleft()
-                    self._send(worker, chunks[sent])
-                    waiting[worker].append(sent)
-                    sent += 1
-                for ready in wait([worker for worker, at in waiting.items() if at]):
-                    assert isinstance(ready, Connection)
-                    parts[waiting[ready].popleft()] = self._received(ready)
-                    free.append(ready)
+            more = True
+            while more or taken:
+                while more and len(taken) < _BATCHES_HELD:
+                    texts = next(source, None)
+                    more = texts is not None
+                    if texts is not None:
+                        starts = range(0, len(texts), CHUNK_TEXTS)
+                        taken.append([None] * len(starts))
+                        chunks += [(taken[-1], k, texts[start : start + CHUNK_TEXTS]) for k, start in enumerate(starts)]
+                        hand_out()
+                if taken:
+                    while None in taken[0]:
+                        collect()
+                        hand_out()
+                    yield _joined([part for part in taken.popleft() if part is not None])
         except BaseException:
             self.close()
             raise
-        return ScoredBatch(
-            np.concatenate([_EMPTY.scores, *(part.scores for part in parts)]),
-            [reason for part in parts for reason in part.reasons],
-            sum((part.notes for part in parts), Counter[str]()),
-        )
 
     def describe(self) -> dict[str, Any]:
         """As FastTextScorer.describe."""
@@ -157,7 +183,14 @@ class FastTextProcesses:
         )
 
 
-_EMPTY = ScoredBatch(np.empty(0), [])
+def _joined(parts: list[ScoredBatch]) -> ScoredBatch:
+    return ScoredBatch(
+        np.concatenate([np.empty(0), *(part.scores for part in parts)]),
+        [reason for part in parts for reason in part.reasons],
+        sum((part.notes for part in parts), Counter[str]()),
+    )
+
+
 # how a shell tells that a signal ended a process: 128 and its number
 _BY_SIGNAL = 128
 

@@ -3,13 +3,15 @@
 What the first three make together is `quality`'s.
 """
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import pyarrow as pa
 
-from dagster_datamask.scoring.base import Scorer
+from dagster_datamask.scoring.base import ScoredBatch, Scorer
 from dagster_datamask.scoring.batching import ahead
+from dagster_datamask.scoring.parallel import FastTextProcesses
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader, Documents
@@ -32,11 +34,19 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
     reader = DocumentReader(source, raw)
     keys = {"raw_shards": raw.fingerprint, "classifier": scorer_identity(classifier, run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation, ExitStack() as opened:
+        # made for the first shard that is not done yet
+        made: list[Scoring] = []
+
+        def scoring() -> Scoring:
+            scorer = opened.enter_context(scorer_for(classifier, run.settings, run.accelerator, raw.rows))
+            made.append(Scoring(scorer))
+            return made[0]
+
         records = map_shards(
             generation,
             raw.shards,
-            lambda shard: ahead(reader.batches(shard, ["text"])),
-            lambda: ScoreKernel(opened.enter_context(scorer_for(classifier, run.settings, run.accelerator, raw.rows))),
+            lambda shard: made[0].each(reader.batches(shard, ["text"])),
+            scoring,
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
@@ -65,17 +75,30 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
         )
 
 
-class ScoreKernel:
-    """Documents to rows of SCORES."""
+class Scoring:
+    """Documents to rows of SCORES, by one scorer: `each` scores them, the kernel makes rows of them."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
-    def __call__(self, batch: Documents) -> tuple[pa.Table, int, Counts]:
-        texts, _ = decode_column(batch.rows["text"])
-        scored = self._scorer.score(texts)
+    def each(self, batches: Iterable[Documents]) -> Iterator[tuple[Documents, ScoredBatch]]:
+        """Every batch with its scores. Batches are read while others are scored."""
+        scored_yet: deque[Documents] = deque()
+
+        def texts() -> Iterator[list[str | None]]:
+            for batch in ahead(batches):
+                scored_yet.append(batch)
+                yield decode_column(batch.rows["text"])[0]
+
+        scorer = self._scorer
+        each = scorer.score_each(texts()) if isinstance(scorer, FastTextProcesses) else map(scorer.score, texts())
+        for scored in each:
+            yield scored_yet.popleft(), scored
+
+    def __call__(self, batch: tuple[Documents, ScoredBatch]) -> tuple[pa.Table, int, Counts]:
+        documents, scored = batch
         table = pa.table(
-            {"doc_id": batch.ids, "score": pa.array(scored.scores, from_pandas=True), "reason": scored.reasons},
+            {"doc_id": documents.ids, "score": pa.array(scored.scores, from_pandas=True), "reason": scored.reasons},
             schema=SCORES,
         )
         return table, len(table), Counter(reason or "scored" for reason in scored.reasons)

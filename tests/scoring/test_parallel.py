@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import fasttext
@@ -77,6 +78,33 @@ def test_scores_reasons_and_order_are_those_of_one_process(model: Path, n: int) 
     if n > 5:
         assert one.reasons[:5] == [NULL_TEXT, NO_TOKENS, NO_TOKENS, None, NO_TOKENS]
         assert one.notes[SURROGATES] >= 1
+
+
+def test_batches_come_in_their_order_and_two_are_held_at_most(model: Path) -> None:
+    one = FastTextScorer(model, "hq")
+    batches = [texts_of(n) for n in (0, 3 * CHUNK_TEXTS, 1, 200, 0, 2)]
+    taken = []
+
+    def source() -> Iterator[list[str | None]]:
+        for batch in batches:
+            taken.append(batch)
+            yield batch
+
+    with FastTextProcesses(2, model, "hq") as scorer:
+        for k, scored in enumerate(scorer.score_each(source())):
+            assert len(taken) <= k + 2
+            assert scored.scores.tobytes() == one.score(batches[k]).scores.tobytes()
+        assert k == len(batches) - 1
+        assert list(scorer.score_each([])) == []
+
+
+def test_what_is_left_unread_ends_the_processes(model: Path) -> None:
+    scorer = FastTextProcesses(2, model, "hq")
+    server, workers = processes_of(scorer)
+    each = scorer.score_each(texts_of(300) for _ in range(5))
+    next(each)
+    each.close()
+    assert are_gone([server, *workers])
 
 
 def test_the_models_memory_counts_once(model: Path) -> None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -71,18 +71,17 @@ def test_a_killed_process_loses_no_finished_shard_and_the_next_run_goes_on(
 ) -> None:
     clean = with_processes(many_rows, tmp_path / "clean", 1)
     project = with_processes(many_rows, tmp_path / "killed", 2)
-    score, batches = FastTextProcesses.score, []
+    score_each, shards = FastTextProcesses.score_each, []
 
-    def killing(self: FastTextProcesses, texts: Sequence[str | None]) -> ScoredBatch:
-        batches.append(len(texts))
-        # 1,500 rows are two batches: this one is of the second shard
-        if len(batches) == 3:
-            pid = self._server.pid
-            os.kill(int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]), signal.SIGKILL)
-        return score(self, texts)
+    def killing(self: FastTextProcesses, batches: Iterable[Sequence[str | None]]) -> Iterator[ScoredBatch]:
+        shards.append(self._server.pid)
+        if len(shards) == 2:
+            (first, *_) = Path(f"/proc/{shards[0]}/task/{shards[0]}/children").read_text().split()
+            os.kill(int(first), signal.SIGKILL)
+        return score_each(self, batches)
 
     with monkeypatch.context() as patched, pytest.raises(WorkerLost, match="ended by SIGKILL") as caught:
-        patched.setattr(FastTextProcesses, "score", killing)
+        patched.setattr(FastTextProcesses, "score_each", killing)
         project.stage("dclm_scores", SNAPSHOT)
     assert shard_of(caught.value) == "001"
     assert project.store.published("dclm_scores", SNAPSHOT) is None
