@@ -322,12 +322,15 @@ class Encoder:
         self._model = self._in_precision(model, accelerator.dtype)
         self._exact: SentenceTransformer | None = None
         self._passes = self._largest = self._tokens = self._padded = self._retried = 0
-        self._prefix_tokens = len(self._tokenizer(spec.prefix)["input_ids"])
-        if spec.max_length <= self._prefix_tokens:
+        # a tokenizer that joins a space to the word behind it gives the prefix's own last space a token, or none
+        bare = self._tokenizer([spec.prefix, spec.prefix.rstrip()])["input_ids"]
+        self._without_text = [list(ids) for ids in bare]
+        longest = max(map(len, bare))
+        if spec.max_length <= longest:
             raise ValueError(
                 f"encoder {spec.ref!r}: max_length {spec.max_length} leaves no room for text behind the "
                 f"prefix "
-                f"{spec.prefix!r} ({self._prefix_tokens} tokens with the special ones)"
+                f"{spec.prefix!r} ({longest} tokens with the special ones)"
             )
 
     def _in_precision(self, model: "SentenceTransformer", dtype: str) -> "SentenceTransformer":
@@ -370,15 +373,16 @@ class Encoder:
         clean, reasons, notes = screen(texts)
         rows = np.array([i for i, reason in enumerate(reasons) if reason is None], dtype=np.int64)
         tokens = tokenise(self._tokenizer, [self.spec.prefix + clean[i] for i in rows], self.spec.max_length)
-        for i in np.flatnonzero(tokens.lengths <= self._prefix_tokens):
-            reasons[rows[i]] = NO_TOKENS
+        for i in np.flatnonzero(tokens.lengths <= max(map(len, self._without_text))):
+            if tokens.row(i)["input_ids"] in self._without_text:
+                reasons[rows[i]] = NO_TOKENS
         return Prepared(reasons, rows, tokens, notes)
 
     def encode_prepared(self, prepared: Prepared) -> EncodedBatch:
         """Unit vectors of prepared texts, sorted by length all together."""
         rows, tokens = prepared.rows, prepared.tokens
         reasons, notes = list(prepared.reasons), prepared.notes.copy()
-        textual = np.flatnonzero(tokens.lengths > self._prefix_tokens)
+        textual = np.array([i for i, row in enumerate(rows) if reasons[row] is None], dtype=np.int64)
         raw = np.zeros((len(rows), self.spec.dimension), dtype=np.float32)
         sizes, bad = run_finite(
             tokens.lengths,
