@@ -374,7 +374,7 @@ class Encoder:
         rows = np.array([i for i, reason in enumerate(reasons) if reason is None], dtype=np.int64)
         tokens = tokenise(self._tokenizer, [self.spec.prefix + clean[i] for i in rows], self.spec.max_length)
         for i in np.flatnonzero(tokens.lengths <= max(map(len, self._without_text))):
-            if tokens.row(i)["input_ids"] in self._without_text:
+            if tokens.row(int(i))["input_ids"] in self._without_text:
                 reasons[rows[i]] = NO_TOKENS
         return Prepared(reasons, rows, tokens, notes)
 
