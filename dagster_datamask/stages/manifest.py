@@ -293,7 +293,7 @@ def _sidecar(
     direct = (name for name in STAGES[masks.asset].needs(run.settings) if name != STATE or _of_state(run, inputs))
     others = ("quality_calibration", "kmeans_centroids", *direct)
     everything = {**{name: run.current(name, snapshot) for name in others}, **inputs}
-    settings: dict[str, Any] = {}
+    settings = STAGES["fineweb_mask_manifest"].identity(run.settings)
     for published in everything.values():
         settings |= published.settings
     return {

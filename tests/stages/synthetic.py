@@ -47,7 +47,8 @@ def project(root: Path, shards: Sequence[Sequence[Row]], **settings: object) -> 
     """A project under `root` with these shards published, up to their clusters."""
     found: Settings = load_settings("/dev/null", [f"storage.root={root / 'root'}"], env={})
     (root / "source").mkdir(parents=True, exist_ok=True)
-    own = Project(found.replace({"source.url": str(root / "source"), **settings}))
+    # nothing is pruned but what the rows say, so that any budget can be asked for
+    own = Project(found.replace({"source.url": str(root / "source"), "prune.ratio": 0.0, **settings}))
     names = [f"{k:03d}" for k in range(len(shards))]
     rows = dict(zip(names, shards, strict=True))
     raw = {

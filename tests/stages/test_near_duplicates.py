@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dagster_datamask.accelerator import Accelerator, MemoryPlanError
@@ -71,7 +71,7 @@ def documents(draw: st.DrawFn) -> list[Row]:
 
 
 @given(documents(), st.floats(0, 2), st.integers(1, 3), st.randoms(use_true_random=False))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_it_is_semdedup_for_any_order_and_sharding(
     tmp_path_factory: pytest.TempPathFactory, rows: list[Row], epsilon: float, shards: int, random: object
 ) -> None:
