@@ -31,6 +31,8 @@ SURVIVING = 0.55
 _PAGES = 256
 _ROUNDS = 3
 _SHARD_ROWS = 50_000
+# by whether --full was asked for
+_VECTORS = {False: 200_000, True: 1_000_000}
 
 
 def shared_pages() -> list[list[str]] | None:
@@ -134,7 +136,7 @@ def padding(full: bool) -> list[Row]:
 def mapping(full: bool) -> list[Row]:
     """One pass, a float32 product with a vector, over 768-d float16 side files and over an array; 200,000 documents, a
     million with `full`. Pages are in the file cache: what is measured is the format, not the disk."""
-    n, d = (1_000_000 if full else 200_000), 768
+    n, d = _VECTORS[full], 768
     vector = keyed.rng(0, "benchmark/vector").standard_normal(d, dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
         whole = np.empty((n, d), np.float16)
@@ -142,8 +144,8 @@ def mapping(full: bool) -> list[Row]:
         for shard, start in enumerate(range(0, n, _SHARD_ROWS)):
             paths.append(Path(folder) / f"{shard:03d}.arrow")
             with table_file(paths[-1], schemas.embeddings(d)) as writer:
-                for first in range(start, start + _SHARD_ROWS, EMBEDDING_ROWS):
-                    count = min(EMBEDDING_ROWS, start + _SHARD_ROWS - first)
+                for first in range(start, min(n, start + _SHARD_ROWS), EMBEDDING_ROWS):
+                    count = min(EMBEDDING_ROWS, start + _SHARD_ROWS - first, n - first)
                     rng = keyed.rng(0, "benchmark/vectors", first)
                     whole[first : first + count] = rng.standard_normal((count, d), dtype=np.float32)
                     flat = pa.array(whole[first : first + count].ravel())
@@ -164,9 +166,9 @@ def mapping(full: bool) -> list[Row]:
 
         def array() -> np.ndarray:
             parts = [
-                whole[first : min(first + EMBEDDING_ROWS, start + _SHARD_ROWS)].astype(np.float32) @ vector
+                whole[first : min(first + EMBEDDING_ROWS, start + _SHARD_ROWS, n)].astype(np.float32) @ vector
                 for start in range(0, n, _SHARD_ROWS)
-                for first in range(start, start + _SHARD_ROWS, EMBEDDING_ROWS)
+                for first in range(start, min(n, start + _SHARD_ROWS), EMBEDDING_ROWS)
             ]
             return np.concatenate(parts)
 
