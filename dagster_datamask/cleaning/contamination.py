@@ -100,9 +100,7 @@ def _lines(content: bytes, where: str) -> list[Any]:
             try:
                 rows.append(json.loads(line))
             except ValueError as error:
-                raise ValueError(
-                    f"{where}, line {number} is not JSON ({error}); write a JSON value a line"
-                ) from error
+                raise ValueError(f"{where}, line {number} is not JSON ({error}); write a JSON value a line") from error
     return rows
 
 
@@ -300,23 +298,29 @@ class EvaluationIndex:
         collected: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         fewest = min(ngram, FEWEST_WORDS)
         for number, found in enumerate(sets):
-            counts = {"texts": 0, "matched_whole": 0, "too_short": 0}
             # a context that is repeated for each of its answers is one text
-            for text, item in _first_items(found).items():
-                words = words_of([text])
-                size = len(words.hashes)
-                counts["texts"] += 1
-                counts["matched_whole"] += fewest <= size < ngram
-                counts["too_short"] += size < fewest
+            items = _first_items(found)
+            words = words_of(list(items))
+            ends = np.searchsorted(words.texts, np.arange(1, len(items) + 1))
+            sizes = np.diff(ends, prepend=0)
+            self.facts.append(
+                {
+                    "evaluation_set": found.name,
+                    "items": len(found.items),
+                    "texts": len(items),
+                    "matched_whole": int(((fewest <= sizes) & (sizes < ngram)).sum()),
+                    "too_short": int((sizes < fewest).sum()),
+                }
+            )
+            for (text, item), end, size in zip(items.items(), ends, sizes, strict=True):
                 if size < fewest:
                     continue
-                ((n, grams),) = _grams(words.hashes, (min(ngram, size),))
+                ((n, grams),) = _grams(words.hashes[end - size : end], (min(ngram, int(size)),))
                 at = np.arange(len(grams))
                 collected.setdefault(n, []).append((grams, np.full(len(grams), len(self._texts)), at))
                 self._texts.append(text)
                 self._of.append((number, item))
-                self._starts.append(words.starts)
-            self.facts.append({"evaluation_set": found.name, "items": len(found.items), **counts})
+                self._starts.append(words.starts[end - size : end])
         self._grams = {
             n: _Grams.of(*(np.concatenate(column) for column in zip(*parts, strict=True)))
             for n, parts in collected.items()

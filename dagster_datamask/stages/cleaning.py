@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dagster_datamask.cleaning.contamination import EvaluationIndex, read_evaluation_sets
+from dagster_datamask.cleaning.contamination import EvaluationIndex, EvaluationSet, read_evaluation_sets
 from dagster_datamask.cleaning.duplicates import HASH, TextGroups, text_hashes
 from dagster_datamask.keyed import digest
 from dagster_datamask.scoring.text import decode_column
@@ -202,7 +202,10 @@ class _Mark:
 
 def evaluation_revision(settings: Settings) -> str:
     """32 hex digits over names and content of the evaluation sets. Raises ValueError for one that cannot be read."""
-    sets = read_evaluation_sets(settings.clean.evaluation_sets)
+    return _revision(read_evaluation_sets(settings.clean.evaluation_sets))
+
+
+def _revision(sets: list[EvaluationSet]) -> str:
     return digest(*(part for found in sets for part in (found.name, found.revision)), size=16).hex()
 
 
@@ -216,7 +219,7 @@ def contaminated_documents(run: Run, source: Source, snapshot: str) -> Outcome:
     raw = run.inputs(stage, snapshot)["raw_shards"]
     clean = run.settings.clean
     sets = read_evaluation_sets(clean.evaluation_sets)
-    keys = {"raw_shards": raw.fingerprint, "evaluation_sets": evaluation_revision(run.settings)}
+    keys = {"raw_shards": raw.fingerprint, "evaluation_sets": _revision(sets)}
     reader = DocumentReader(source, raw)
     with run.generation(stage, snapshot, keys) as generation:
         index = EvaluationIndex(sets, clean.ngram)
