@@ -60,7 +60,7 @@ ROLLOUTS = pa.schema(
 NON_FINITE_LOSS = "non_finite_loss"
 
 # evaluations that a process is given at once
-_EVALUATIONS = 40
+_EVALUATIONS = 20
 # weights of all copies together on a CUDA device, and the most copies
 _WEIGHTS, _COPIES = 1 << 28, 64
 _CPU = Accelerator()
