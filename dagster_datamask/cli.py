@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dagster_datamask.accelerator import resolve
 from dagster_datamask.settings import Settings, SettingsError, load_settings, parse_objective
+
+if TYPE_CHECKING:
+    from dagster_datamask.running import SnapshotRun
 
 app = typer.Typer(
     name="datamask",
@@ -115,25 +118,21 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> 
     unfitted(store, settings, source)
     home = running.dagster_home()
 
-    def told(done: running.SnapshotRun) -> None:
-        if done.success:
-            _err.print(f"{done.name}: done in {sum(done.seconds.values()):.1f} s", style="green", highlight=False)
-        else:
-            _err.print(
-                f"{done.name} failed: {done.failure}", style="red", highlight=False, soft_wrap=True, markup=False
-            )
-
     with dg.DagsterInstance.from_config(str(home)) as instance:
         running.free_dead_slots(instance, lambda text: _err.print(text, style="yellow", highlight=False))
-        runs = running.materialise(settings, source, snapshots, instance, told)
+        runs = running.materialise(settings, source, snapshots, instance, _told)
     return {
         "root": str(store.root),
-        "runs": [
-            {"name": r.name, "run_id": r.run_id, "success": r.success, "failure": r.failure, "seconds": r.seconds}
-            for r in runs
-        ],
+        "runs": [asdict(run) for run in runs],
         "snapshots": running.summary(store, snapshots),
     }
+
+
+def _told(done: "SnapshotRun") -> None:
+    if done.success:
+        _err.print(f"{done.name}: done in {sum(done.seconds.values()):.1f} s", style="green", highlight=False)
+    else:
+        _err.print(f"{done.name} failed: {done.failure}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def _show_run(result: dict[str, Any], dry: bool) -> None:
@@ -158,7 +157,8 @@ def demo(
     export_only: Annotated[bool, typer.Option("--export-only", help="Write the documents and stop.")] = False,
     as_json: Json = False,
 ) -> None:
-    """The main job on real text, with models that need no hub: documents, scores, mask, manifest, report."""
+    """The main job on real text, with models that need no hub: documents, scores, mask, manifest, report; and beside
+    it a stage of Group-MATES with a small language model."""
     from dagster_datamask.demo.corpus import export_corpus
     from dagster_datamask.demo.hub import export_fineweb_sample
 
@@ -169,9 +169,9 @@ def demo(
         _err.print("writing the demo's documents from what is installed ...", highlight=False)
         corpus = export_corpus(folder / "source")
         given = ["profile=demo", f"source.url={folder / 'source'}", f"storage.root={folder / 'root'}"]
-        given += [
-            f"score.{part}_labels={folder / 'source' / 'labels' / part}.parquet" for part in ("dclm", "wiki", "edu")
-        ]
+        labels = folder / "source" / "labels"
+        given += [f"score.{part}_labels={labels / part}.parquet" for part in ("dclm", "wiki", "edu")]
+        given += [f"group_mates.{name}={labels / 'edu'}.parquet" for name in ("reference", "held_out")]
         if source == "hf":
             corpus = export_fineweb_sample(folder / "fineweb")
             given += [f"source.url={folder / 'fineweb'}", f"storage.root={folder / 'root_fineweb'}"]
@@ -182,10 +182,27 @@ def demo(
             return
         settings = load_settings(_demo_config(folder), given, env={})
         result = _run(settings, [], None, False)
+        if result["snapshots"]:
+            _choose_in_stages(settings, result)
         result["report"] = _report(settings) if result["snapshots"] else None
     _print(result, as_json, lambda: _show_demo(result))
     if any(not r["success"] for r in result["runs"]):
         raise typer.Exit(1)
+
+
+def _choose_in_stages(settings: Settings, result: dict[str, Any]) -> None:
+    """The demo's stage of Group-MATES over the snapshots that were selected; its runs and figures join the result."""
+    import dagster as dg
+
+    from dagster_datamask import running
+    from dagster_datamask.shards.generations import Store
+    from dagster_datamask.shards.source import Source
+
+    snapshots = [row["snapshot"] for row in result["snapshots"]]
+    with dg.DagsterInstance.from_config(str(running.dagster_home())) as instance:
+        runs = running.choose_in_stages(settings, Source(settings.source.url), snapshots, instance, _told)
+    result["runs"] += [asdict(run) for run in runs]
+    result["group_mates"] = running.staged_summary(Store(Path(settings.storage.root)), settings, snapshots)
 
 
 def _demo_config(folder: Path) -> Path:
@@ -212,6 +229,14 @@ def _report(settings: Settings) -> str | None:
 
 def _show_demo(result: dict[str, Any]) -> None:
     _show_run(result, False)
+    for row in result.get("group_mates", []):
+        _out.print(
+            f"Group-MATES, stage {row['stage']}: {row['chosen']} documents, {row['also_in_datamask']} of them in "
+            f"DataMask's selection too; held-out loss {row['held_out_loss_before']:.3f} before training on them, "
+            f"{row['held_out_loss_after']:.3f} after",
+            soft_wrap=True,
+            highlight=False,
+        )
     if result["report"]:
         _out.print(f"figures: {result['report']}", soft_wrap=True, highlight=False)
         _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)

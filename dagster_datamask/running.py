@@ -15,6 +15,7 @@ from typing import Any
 
 import dagster as dg
 import numpy as np
+import pyarrow.parquet as pq
 
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.jobs import (
@@ -36,6 +37,7 @@ from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.identity import base_ids
 from dagster_datamask.shards.source import Source
+from dagster_datamask.stages.base import FITTED
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
 from dagster_datamask.stages.language_model import check_reference
@@ -119,57 +121,123 @@ def materialise(
     """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others.
 
     With select.scope = corpus: `embed` for each, `solve_corpus` over all that are embedded, then `select` for those
-    that did not fail. With select.strategy = group_mates or joint the stages of Group-MATES come after `embed`: of each
-    what is fitted once where that is due, what it chooses of each snapshot, and the model that is continued on it.
+    that did not fail. With select.strategy = group_mates or joint the stages of Group-MATES come after `embed`.
 
     Raises SettingsError where influence is asked for and no reference set is named.
     """
     staged = settings.select.strategy == "group_mates" or settings.select.influence > 0
     if staged:
         check_reference(settings)
-    defs = build_definitions(settings)
-    store = Store(Path(settings.storage.root))
-    runs: list[SnapshotRun] = []
-
-    def execute(job: str, snapshot: str | None = None, only: Sequence[str] | None = None) -> bool:
-        runs.append(_execute(defs, job, snapshot, instance, only))
-        told(runs[-1])
-        return runs[-1].success
-
-    def fit(job: str, assets: Sequence[str]) -> bool:
-        due = list(unfitted(store, settings, source, assets))
-        return not due or execute(job, only=due)
-
-    def in_stages(left: list[str]) -> list[str]:
-        """The snapshots that every stage has chosen from."""
-        last = settings.group_mates.stages
-        for number in range(1, last + 1):
-            probed = [f"stage_{number}/rollout_sets", f"stage_{number}/influence_model"]
-            if not fit(f"{GROUP_MATES_FIT}_{number}", ["warmup_model", *probed] if number == 1 else probed):
-                return []
-            left = [snapshot for snapshot in left if execute(f"{GROUP_MATES_SELECT}_{number}", snapshot)]
-            if not left or (number == last and settings.select.strategy != "group_mates"):
-                break
-            # what is chosen stays chosen where the last model fails to go on
-            if not fit(f"{GROUP_MATES_CONTINUE}_{number}", [f"stage_{number}/continued_model"]) and number < last:
-                return []
-        return left
-
-    if unfitted(store, settings, source) and not execute(FIT_GLOBAL):
-        return runs
-    missing = [key for key in snapshots if key not in instance.get_dynamic_partitions(cc_snapshot.name or "")]
-    instance.add_dynamic_partitions(cc_snapshot.name or "", sorted(missing))
+    jobs = _Jobs(settings, source, instance, told)
+    if not jobs.fit(FIT_GLOBAL, FITTED, whole=True):
+        return jobs.runs
+    jobs.add_partitions(snapshots)
     if settings.select.scope != "corpus" and not staged:
         for snapshot in snapshots:
-            execute(FULL, snapshot)
-        return runs
-    ready = [snapshot for snapshot in snapshots if execute(EMBED, snapshot)]
+            jobs.execute(FULL, snapshot)
+        return jobs.runs
+    ready = [snapshot for snapshot in snapshots if jobs.execute(EMBED, snapshot)]
     if ready and staged:
-        ready = in_stages(ready)
-    if ready and (settings.select.scope != "corpus" or execute(SOLVE_CORPUS)):
+        ready = jobs.through_stages(ready)
+    if ready and (settings.select.scope != "corpus" or jobs.execute(SOLVE_CORPUS)):
         for snapshot in ready:
-            execute(SELECT, snapshot)
-    return runs
+            jobs.execute(SELECT, snapshot)
+    return jobs.runs
+
+
+def choose_in_stages(
+    settings: Settings,
+    source: Source,
+    snapshots: Sequence[str],
+    instance: dg.DagsterInstance,
+    told: Callable[[SnapshotRun], None] = lambda run: None,
+) -> list[SnapshotRun]:
+    """Run the stages of Group-MATES over embedded snapshots beside whatever their manifest keeps.
+
+    Raises SettingsError where no reference set is named.
+    """
+    check_reference(settings)
+    jobs = _Jobs(settings, source, instance, told)
+    jobs.through_stages(list(snapshots))
+    return jobs.runs
+
+
+def staged_summary(store: Store, settings: Settings, snapshots: Sequence[str]) -> list[dict[str, Any]]:
+    """One row per finished Group-MATES stage: documents chosen of these snapshots, how many of them datamask_masks
+    keeps too, predicted influence, and the loss on the held-out reference before and after training on them."""
+    rows = []
+    for number in range(1, settings.group_mates.stages + 1):
+        trained = store.published(f"stage_{number}/continued_model")
+        name = f"stage_{number}/group_mates_selection"
+        found = {s: published for s in snapshots if (published := store.published(name, s)) is not None}
+        if trained is None or not found:
+            continue
+        chosen = [_kept(published) for published in found.values()]
+        masks = [store.published("datamask_masks", snapshot) for snapshot in found]
+        both = sum(len(c & _kept(mask)) for c, mask in zip(chosen, masks, strict=True) if mask is not None)
+        kept = sum(map(len, chosen))
+        facts = [published.facts for published in found.values()]
+        rows.append(
+            {
+                "stage": number,
+                "chosen": kept,
+                "also_in_datamask": both,
+                "influence_kept": sum((f["influence_kept"] or 0.0) * f["kept"] for f in facts) / max(1, kept),
+                "influence_of_pool": sum((f["influence_of_pool"] or 0.0) * f["documents"] for f in facts)
+                / max(1, sum(f["documents"] for f in facts)),
+                "held_out_loss_before": trained.facts.get("held_out_loss_before"),
+                "held_out_loss_after": trained.facts.get("held_out_loss_after"),
+            }
+        )
+    return rows
+
+
+def _kept(mask: Published) -> set[str]:
+    tables = (pq.read_table(mask.path(shard), columns=["doc_id", "selected"]) for shard in mask.shards)
+    return {doc_id for table in tables for doc_id in table["doc_id"].filter(table["selected"]).to_pylist()}
+
+
+class _Jobs:
+    """Jobs run one after another, and what became of them."""
+
+    def __init__(
+        self, settings: Settings, source: Source, instance: dg.DagsterInstance, told: Callable[[SnapshotRun], None]
+    ) -> None:
+        self._settings, self._source, self._instance, self._told = settings, source, instance, told
+        self._defs, self._store = build_definitions(settings), Store(Path(settings.storage.root))
+        self.runs: list[SnapshotRun] = []
+
+    def execute(self, job: str, snapshot: str | None = None, only: Sequence[str] | None = None) -> bool:
+        self.runs.append(_execute(self._defs, job, snapshot, self._instance, only))
+        self._told(self.runs[-1])
+        return self.runs[-1].success
+
+    def fit(self, job: str, assets: Sequence[str], whole: bool = False) -> bool:
+        """Run those assets of a job that are missing or were fitted otherwise, or the `whole` job for any of them."""
+        due = list(unfitted(self._store, self._settings, self._source, assets))
+        return not due or self.execute(job, only=None if whole else due)
+
+    def add_partitions(self, snapshots: Sequence[str]) -> None:
+        name = cc_snapshot.name or ""
+        known = self._instance.get_dynamic_partitions(name)
+        self._instance.add_dynamic_partitions(name, sorted(key for key in snapshots if key not in known))
+
+    def through_stages(self, snapshots: list[str]) -> list[str]:
+        """Of each stage what is fitted once, where that is due, what it chooses of each snapshot, and the model that
+        goes on from there; the snapshots that every stage has chosen from."""
+        last = self._settings.group_mates.stages
+        for number in range(1, last + 1):
+            probed = [f"stage_{number}/rollout_sets", f"stage_{number}/influence_model"]
+            if not self.fit(f"{GROUP_MATES_FIT}_{number}", ["warmup_model", *probed] if number == 1 else probed):
+                return []
+            snapshots = [name for name in snapshots if self.execute(f"{GROUP_MATES_SELECT}_{number}", name)]
+            # the joint objective needs the last stage's scores and no model after them
+            if not snapshots or (number == last and self._settings.select.influence):
+                break
+            went_on = self.fit(f"{GROUP_MATES_CONTINUE}_{number}", [f"stage_{number}/continued_model"])
+            if not went_on and number < last:
+                return []
+        return snapshots
 
 
 def report_all(settings: Settings, instance: dg.DagsterInstance) -> SnapshotRun:

@@ -328,15 +328,10 @@ class SelectSettings(Section):
                 f"select.solver = {self.solver} looks at no objective, so select.influence would weigh nothing; take "
                 "'certified' or another solver"
             )
-        if self.strategy == "group_mates" and (self.quota != "none" or self.scope == "corpus"):
+        if self.strategy not in ("datamask", "joint") and (self.quota != "none" or self.scope == "corpus"):
             raise ValueError(
-                "select.strategy = group_mates chooses each snapshot by itself and without quotas; set select.scope to "
-                "split or snapshot, and select.quota = none"
-            )
-        if self.strategy.startswith("baseline_") and (self.quota != "none" or self.scope == "corpus"):
-            raise ValueError(
-                f"select.strategy = {self.strategy} chooses each snapshot by itself and without quotas; set select.scope "
-                "to split or snapshot, and select.quota = none"
+                f"select.strategy = {self.strategy} chooses each snapshot by itself and without quotas; set "
+                "select.scope to split or snapshot, and select.quota = none"
             )
         if self.quota == "snapshot" and self.scope != "corpus":
             raise ValueError(f"select.quota = snapshot shares out a corpus, and select.scope = {self.scope}")
@@ -380,7 +375,9 @@ class GroupMatesSettings(Section):
     layers: int = Field(2, ge=1, description="layers of a language model trained here (GPT-2's shape)")
     width: int = Field(64, ge=4, description="its width")
     heads: int = Field(4, ge=1, description="its attention heads; they divide the width")
-    context: int = Field(128, ge=8, description="tokens it sees at once; a longer document is probed by its first (2048)")
+    context: int = Field(
+        128, ge=8, description="tokens it sees at once; a longer document is probed by its first (2048)"
+    )
     warmup_documents: int = Field(2000, ge=1, description="documents it is first trained on, drawn from the source")
     warmup_steps: int = Field(400, ge=1, description="optimizer steps on those (10B tokens' worth)")
     batch: int = Field(16, ge=1, description="sequences in one of its steps (512)")
@@ -548,6 +545,24 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
         "embed": {"max_tokens": 128},
         "cluster": {"sample": 400},
         "select": {"solver": "certified", "compare_steps": 300},
+        # documents that are in no snapshot of the demo, some to measure influence on and others to hold out
+        "group_mates": {
+            "reference": ".demo/source/labels/edu.parquet",
+            "held_out": ".demo/source/labels/edu.parquet",
+            "reference_documents": 16,
+            "stages": 1,
+            "vocabulary": 1024,
+            "context": 64,
+            "warmup_documents": 600,
+            "warmup_steps": 150,
+            "continue_steps": 50,
+            "trajectories": 64,
+            "bootstrap_trajectories": 32,
+            "steps": 5,
+            "influence_width": 32,
+            "validation": 0.25,
+            "clusters": 8,
+        },
         "export": {"license": "unknown", "source_name": "demo documents", "source_url": ""},
     },
 }
