@@ -50,6 +50,7 @@ OTHER = {
     "embed.documents": "all",
     "embed.max_tokens": 64,
     "embed.batch_tokens": 128,
+    "embed.backend": "openvino",
     "cluster.k": 3,
     "cluster.sample": 10,
     "cluster.iterations": 3,
