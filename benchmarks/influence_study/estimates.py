@@ -5,6 +5,7 @@ show (`claims`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ def increases(result: Mapping[str, Any], resamples: int) -> Replicates:
     if len(counts) < 2:
         return {}
     found = {count: rho("cosine", count) for count in counts}
-    steps = [found[b] - found[a] for a, b in zip(counts, counts[1:], strict=False)]
+    steps = [found[b] - found[a] for a, b in pairwise(counts)]
     return (
         {f"count/{count}": values for count, values in found.items()}
         | {f"count/individual {count}": rho("individual", count) for count in counts}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.influence_study.subjects import HELD_OUT, Documents, Sizes, Subject
+from benchmarks.influence_study.subjects import HELD_OUT, Documents, Subject
 from dagster_datamask import keyed
 from dagster_datamask.influence.bootstrap import bootstrap_trajectories
 from dagster_datamask.influence.clusters import fit_clusters, relatedness
@@ -72,8 +72,8 @@ def measure(subject: Subject, done: Done) -> dict[str, Any]:
     sizes = subject.sizes
     with Prober(subject.checkpoint, subject.reference, ProbeOptions(), processes=1) as prober:
         lab = Laboratory(subject, prober, done)
-        training, validation = lab.learning(sizes.counts if subject.seed == 0 else (sizes.main,))
-        first = lab.fit(training.head(sizes.main - sizes.bootstrap) + validation.head(lab.validation_share))
+        training, validation = lab.learning(sizes.fitted(subject.seed))
+        first = lab.fit(training.head(sizes.main - sizes.bootstrap) + validation.head(sizes.random_validation))
         tests, both = lab.both_policies(training, validation, first)
         count = sizes.main
         fitted = {
@@ -84,11 +84,9 @@ def measure(subject: Subject, done: Done) -> dict[str, Any]:
             "with bootstrap": lab.fit(both),
             "individual with bootstrap": lab.fit(both, mode="individual"),
         }
-        if subject.seed == 0:
-            for size in sizes.counts:
-                if size != count:
-                    fitted[f"cosine {size}"] = lab.fit(training.head(size) + validation)
-                    fitted[f"individual {size}"] = lab.fit(training.head(size) + validation, mode="individual")
+        for size in set(sizes.fitted(subject.seed)) - {count}:
+            fitted[f"cosine {size}"] = lab.fit(training.head(size) + validation)
+            fitted[f"individual {size}"] = lab.fit(training.head(size) + validation, mode="individual")
         predictions = {name: lab.predictions(tests, fitted) for name, tests in tests.items()}
         predictions[RANDOM]["predicted"]["shuffled"] = _listed(
             lab.shuffled(tests[RANDOM].trajectories, fitted["cosine"])
@@ -119,24 +117,6 @@ def measure(subject: Subject, done: Done) -> dict[str, Any]:
     }
 
 
-def planned(sizes: Sizes, seed: int) -> int:
-    """Probes and training steps of a subject, as `done` is told of them."""
-    t = sizes.steps
-    trajectories = (max(sizes.counts) if seed == 0 else sizes.main) + sizes.validation + 2 * sizes.test
-    trajectories += sizes.bootstrap + sizes.validation - _validation_share(sizes)
-    trajectories += sizes.plain + sizes.validation + sizes.test
-    brute = sizes.brute * sum(sizes.choose_from - k for k in range(sizes.choose))
-    replayed = sizes.choose * (sizes.pools * (4 + 3) + sizes.brute)
-    # five ways to select, random draws, and in a world the best there is
-    training = sizes.warm_up + sizes.later + (5 + sizes.draws + bool(sizes.features)) * sizes.go_on
-    return trajectories * t + brute + replayed + 3 * sizes.drift + training
-
-
-def _validation_share(sizes: Sizes) -> int:
-    """Of the validation trajectories, those that are random where `bootstrap` of `main` are not."""
-    return round(sizes.validation * (1 - sizes.bootstrap / sizes.main))
-
-
 class Laboratory:
     """A subject with a prober of its checkpoint."""
 
@@ -144,10 +124,6 @@ class Laboratory:
         self.subject, self.prober, self.done, self.sizes = subject, prober, done, subject.sizes
         held = sides(subject.probe.ids, subject.seed, HELD_OUT)
         self.train_rows, self.validation_rows = np.flatnonzero(~held), np.flatnonzero(held)
-
-    @property
-    def validation_share(self) -> int:
-        return _validation_share(self.sizes)
 
     def roll_out(self, documents: Documents, trajectories: np.ndarray, policy: str) -> Rollouts:
         parts = []
@@ -176,11 +152,11 @@ class Laboratory:
         tests = {RANDOM: self.roll_out(subject.test, trajectories, RANDOM)}
         every = np.arange(len(subject.test))
         tests[BOOTSTRAP] = self.extremes(subject.test, every, first, sizes.test)
-        rest = sizes.validation - self.validation_share
+        rest = sizes.validation - sizes.random_validation
         both = (
             training.head(sizes.main - sizes.bootstrap)
             + self.extremes(subject.probe, self.train_rows, first, sizes.bootstrap)
-            + validation.head(self.validation_share)
+            + validation.head(sizes.random_validation)
             + self.extremes(subject.probe, self.validation_rows, first, rest)
         )
         return tests, both

@@ -4,7 +4,7 @@ Here: sizes for a test and for the run that people read, and a subject's parts. 
 (`worlds`, `text`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,12 @@ class Sizes:
 
     warm_up, later: training steps before the first checkpoint and from there to the second; batch, rate, go_on: of the
     training, and steps after the selection. reference, held_out: their documents. counts: random trajectories that the
-    models are fitted to in turn, of which `main` is for everything but claim 4; the largest is rolled out for seed 0
-    alone. bootstrap: trajectories of the bootstrap policy among `main`; plain: those with β₁ = 0; validation, test:
+    models are fitted to in turn, of which `main` is for everything but claim 4; what goes beyond is for seed 0 alone.
+    bootstrap: trajectories of the bootstrap policy among `main`; plain: those with β₁ = 0; validation, test:
     trajectories, the first for a fit to `main`; extreme: K. probe, pool: documents that trajectories are drawn from,
-    and to select from. choose_from, choose, brute: N and n of the group selections, and on how many pools of N brute
-    force runs. drift: documents probed at both checkpoints.
+    and to select from. choose_from, choose, pools, brute: N and n of the group selections, how many pools of N, and on
+    how many brute force runs. drift: documents probed at both checkpoints. share, clusters: of the pool to select, and
+    in how many clusters; draws: random selections. cost: of a probe beside one of a world.
     """
 
     model: LanguageModelOptions
@@ -58,9 +59,30 @@ class Sizes:
     share: float = 0.25
     clusters: int = 20
     draws: int = 3
+    cost: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def fitted(self, seed: int) -> tuple[int, ...]:
+        """The numbers of trajectories that a subject of this seed has."""
+        return self.counts if seed == 0 or max(self.counts) == self.main else (self.main,)
+
+    @property
+    def random_validation(self) -> int:
+        """Of the validation trajectories, those that are random where `bootstrap` of `main` are not."""
+        return round(self.validation * (1 - self.bootstrap / self.main))
+
+    def planned(self, seed: int) -> int:
+        """Probes and training steps of a subject."""
+        trajectories = max(self.fitted(seed)) + self.validation + 2 * self.test
+        trajectories += self.bootstrap + self.validation - self.random_validation
+        trajectories += self.plain + self.validation + self.test
+        brute = self.brute * sum(self.choose_from - k for k in range(self.choose))
+        replayed = self.choose * (self.pools * (4 + 3) + self.brute)
+        # five ways to select, random draws, and in a world the best there is
+        training = self.warm_up + self.later + (5 + self.draws + bool(self.features)) * self.go_on
+        return trajectories * self.steps + brute + replayed + 3 * self.drift + training
 
     def options(self, seed: int, **values: Any) -> InfluenceOptions:
         return InfluenceOptions(
@@ -83,19 +105,19 @@ WORLD = Sizes(
     batch=16,
     rate=1e-3,
     go_on=50,
-    reference=24,
+    reference=16,
     held_out=128,
     counts=(100, 300, 600, 1200),
     main=600,
     bootstrap=240,
-    plain=360,
-    validation=60,
-    test=120,
+    plain=240,
+    validation=50,
+    test=100,
     probe=2000,
     pool=2000,
     choose_from=128,
     choose=16,
-    pools=15,
+    pools=12,
     brute=1,
     drift=200,
     features=1024,
@@ -110,7 +132,7 @@ TEXT = Sizes(
     go_on=40,
     reference=16,
     held_out=60,
-    counts=(60, 120, 240),
+    counts=(30, 60, 120, 240),
     main=240,
     bootstrap=96,
     plain=120,
@@ -124,6 +146,7 @@ TEXT = Sizes(
     brute=1,
     drift=150,
     draws=1,
+    cost=6.0,
 )
 # tokens of a reference text: its loss is most of what a probe costs
 REFERENCE_TOKENS = 64
@@ -164,3 +187,44 @@ class Subject:
     pool: Documents
     encoder: str
     best: np.ndarray | None = None
+
+
+# all of it in seconds
+SMOKE_WORLD = Sizes(
+    model=LanguageModelOptions(layers=1, width=16, heads=2, context=24, vocabulary=32),
+    warm_up=20,
+    later=5,
+    batch=8,
+    rate=3e-3,
+    go_on=4,
+    reference=6,
+    held_out=10,
+    counts=(6, 9, 12, 16),
+    main=12,
+    bootstrap=5,
+    plain=8,
+    validation=6,
+    test=8,
+    probe=120,
+    pool=100,
+    choose_from=16,
+    choose=4,
+    pools=4,
+    brute=1,
+    drift=12,
+    steps=4,
+    extreme=2,
+    features=64,
+    hidden=8,
+    width=8,
+    epochs=2,
+    clusters=4,
+)
+SMOKE_TEXT = replace(
+    SMOKE_WORLD,
+    model=LanguageModelOptions(layers=1, width=16, heads=2, context=24, vocabulary=300),
+    counts=(4, 6, 8, 12),
+    features=0,
+    hidden=0,
+    draws=1,
+)

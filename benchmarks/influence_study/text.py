@@ -23,6 +23,8 @@ SHARED = MINILM.parent
 REFERENCES = {"human-judged pages": 0, "WikiText-2": 1}
 # characters of a page that are read: more than the model's context needs
 _READ = 3000
+# more than a token has on the average
+_CHARACTERS = 6
 
 
 def is_there() -> bool:
@@ -36,11 +38,15 @@ def of_text(reference: str, sizes: Sizes, done: Callable[[int], None]) -> Subjec
     order = np.argsort(keyed.hash64(ids, seed, "study-page"), kind="stable")
     ids, texts = [ids[i] for i in order.tolist()], [texts[i] for i in order.tolist()]
     wanted = sizes.probe + sizes.test * sizes.steps + sizes.pool
-    examples = split(reference, sizes)
-    Kept.of(examples).refuse("web pages", zip(ids, texts, strict=True))
     # the tokenizer and the warm-up see the pages that nothing else does
     apart = wanted + wanted // 7
-    ids, texts, rest = ids[:apart], texts[:apart], texts[apart:]
+    characters = np.cumsum([len(text) for text in texts[apart:]])
+    trained = (sizes.warm_up + sizes.later) * sizes.batch * sizes.model.context
+    enough = int(np.searchsorted(characters, _CHARACTERS * trained)) + 1
+    ids, texts, rest = ids[:apart], texts[:apart], texts[apart : apart + enough]
+    examples = split(reference, sizes)
+    for name, some in (("pages to probe and select", texts), ("pages to train on", rest)):
+        Kept.of(examples).refuse(name, ((f"page {k}", text) for k, text in enumerate(some)))
     tokenizer = train_tokenizer(rest, sizes.model.vocabulary)
     found = encode(tokenizer, ids, texts, sizes.model.context)
     # shorter pages would be told from others by their length alone
@@ -75,7 +81,7 @@ def of_text(reference: str, sizes: Sizes, done: Callable[[int], None]) -> Subjec
         sizes,
         early,
         later,
-        build_reference(tokenizer, examples["reference"], REFERENCE_TOKENS),
+        build_reference(tokenizer, examples["reference"], min(REFERENCE_TOKENS, sizes.model.context)),
         build_reference(tokenizer, examples["held-out reference"], sizes.model.context),
         documents.at(slice(0, a)),
         documents.at(slice(a, b)),
