@@ -41,6 +41,8 @@ PAGES = (
             "docs/recovering.md",
             "docs/export.md",
             "docs/reports.md",
+            "docs/cleaning.md",
+            "docs/baselines.md",
         )
     ),
 )
