@@ -21,6 +21,7 @@ from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.schemas import ColumnClash
 from dagster_datamask.stages.base import MASKS_OF_A_SNAPSHOT
 
+_OF_CLEANING = ("text_duplicates", "contaminated_documents", "near_duplicates")
 VIEWS = {
     "manifest": "fineweb_mask_manifest",
     "masks": "datamask_masks",
@@ -34,7 +35,7 @@ VIEWS = {
     "embeddings": "e5_embeddings",
     "fineweb_mask": "fineweb_mask",
     # what a manifest may keep instead of `masks`, or what there is beside it
-    **{name: name for name in (*MASKS_OF_A_SNAPSHOT, "near_duplicates") if name != "datamask_masks"},
+    **{name: name for name in (*MASKS_OF_A_SNAPSHOT, *_OF_CLEANING) if name != "datamask_masks"},
 }
 _SNAPSHOT = pa.field("snapshot", pa.string())
 _QUERIES = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
