@@ -214,7 +214,7 @@ _INFLUENCE_MODEL = (
 )
 _GROUP_SELECTION = (
     *_group_mates("method", "budgets", "tau", "stages", "seed"),
-    *("select.budget", "select.scope", "select.split"),
+    *("select.budget", "select.split"),
 )
 
 

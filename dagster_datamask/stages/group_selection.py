@@ -151,9 +151,7 @@ class _Choice:
         path = folder / "plan.json"
         if not path.exists():
             folder.mkdir(exist_ok=True)
-            select = self._run.settings.select
-            most = max(1, self._pool.n) if select.scope == "snapshot" else select.split
-            planned = shuffle.plan(self._pool.ids(), most, self._asked.seed)
+            planned = shuffle.plan(self._pool.ids(), self._run.settings.select.split, self._asked.seed)
             held = [0] * len(planned.sizes)
             for table in self._rows():
                 left = table.filter(pa.compute.equal(table["stage"], 0))
