@@ -174,9 +174,7 @@ def test_memory_is_planned_before_a_part_is_searched(small: Project) -> None:
     put(small, [PHRASE * 100])
     small.stage("raw_shards", SNAPSHOT)
     tight = Run(small.store, small.settings, small.settings, Accelerator(memory_limit_gb=1e-5), small.log.append)
-    with pytest.raises(
-        MemoryPlanError, match=r"searching a shard for repeated substrings needs about .* smaller sh"
-    ):
+    with pytest.raises(MemoryPlanError, match=r"searching a shard for repeated substrings needs about .* smaller sh"):
         substrings.exact_substrings(tight, small.source, SNAPSHOT)
 
 
