@@ -337,7 +337,7 @@ def reference_loss(checkpoint: Checkpoint, reference: Reference, accelerator: Ac
 
     _fits(checkpoint, reference)
     with few_threads(1):
-        following = NextToken(copy.deepcopy(checkpoint.model).to(accelerator.device))
+        following = NextToken(copy.deepcopy(checkpoint.model)).to(accelerator.device)
         return float(mean_loss(following, _reference_batches(reference, accelerator)))
 
 
