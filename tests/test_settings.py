@@ -219,6 +219,7 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         "compute.device",
         "compute.dtype",
         "compute.memory_limit_gb",
+        "compute.processes",
     }
     assert read <= set(OTHER)
 
@@ -340,6 +341,15 @@ def test_overrides_beat_the_environment_which_beats_the_file_which_beats_the_pro
     assert load_settings(path, env={"DATAMASK_CONFIG": "/absent.toml"}).select.lambda_ == 0.2
     assert load_settings(path, ["profile=paper"], env={}).models.wiki == "trained"
     assert load_settings(path, ["profile=paper"], env={}).score.edu_max_tokens == 512
+
+
+def test_evaluation_sets_are_named_from_the_files_folder(tmp_path: Path) -> None:
+    path = written(tmp_path, '[clean]\nevaluation_sets = ["a.jsonl", "/data/b.parquet", "s3://c/d.jsonl"]\n')
+    settings = load_settings(path, env={})
+    assert settings.clean.evaluation_sets == [str(tmp_path / "a.jsonl"), "/data/b.parquet", "s3://c/d.jsonl"]
+    path = written(tmp_path, "[clean]\nevaluation_sets = [1]\n")
+    with pytest.raises(SettingsError, match=r"clean\.evaluation_sets\.0 = 1: Input should be a valid string"):
+        load_settings(path, env={})
 
 
 def test_relative_paths_are_those_of_the_file_or_of_the_working_directory(

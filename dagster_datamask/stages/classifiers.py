@@ -4,13 +4,12 @@ Each is an asset of its own, so that a new model makes exactly its scores stale.
 the published classifier as a Scorer. What a classifier computes is `scoring`'s.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from joblib import cpu_count
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.reporting.figures import calibration_figure
@@ -289,7 +288,7 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
 @contextmanager
 def scorer_for(published: Published, settings: Settings, accelerator: Accelerator, rows: int) -> Iterator[Scorer]:
     """`open_scorer`'s, for `rows` texts: fastText over compute.processes processes, where they have enough to do."""
-    processes = min(settings.compute.processes or cpu_count(), rows // _ROWS_WORTH_A_PROCESS)
+    processes = min(settings.compute.processes or len(os.sched_getaffinity(0)), rows // _ROWS_WORTH_A_PROCESS)
     if _part(published) == "edu" or processes < 2:
         yield open_scorer(published, settings, accelerator)
     else:
