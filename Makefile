@@ -11,7 +11,7 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-scoring bench-dagster bench-gpu figures e2e e2e-smoke clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-scoring bench-dagster bench-gpu bench-influence study-influence figures e2e e2e-smoke clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
@@ -23,6 +23,8 @@ help:
 	@echo "make bench-scoring   embedding and scoring beside the plain libraries; ARGS=--full for all pages"
 	@echo "make bench-dagster   what the orchestration costs: memory, loading, a tick, a light run, a page"
 	@echo "make bench-gpu       a million documents on a CUDA device"
+	@echo "make bench-influence rollouts and group selection by influence, beside plain loops and bounds"
+	@echo "make study-influence the claims of Group-MATES at small scale, and docs/influence-study.md: 20 minutes"
 	@echo "make figures         the pictures of docs/selection.md, drawn again"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -99,6 +101,14 @@ bench-dagster: $(E2E_STAMP)
 bench-gpu: $(STAMP)
 	@mkdir -p .benchmarks
 	$(BIN)/python -m benchmarks.gpu --out .benchmarks/gpu.json
+
+bench-influence: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.rollouts --out .benchmarks/influence.json
+	$(BIN)/python -m benchmarks.group_selection --out .benchmarks/influence.json
+
+study-influence: $(STAMP)
+	$(BIN)/python -m benchmarks.influence_study $(ARGS)
 
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
