@@ -98,7 +98,7 @@ def run(
         raise typer.Exit(1)
 
 
-def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> dict[str, Any]:
+def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool, stages: bool = False) -> dict[str, Any]:
     import dagster as dg
 
     from dagster_datamask import running
@@ -117,14 +117,16 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool) -> 
     # a model that cannot be had is found here, before anything is written
     unfitted(store, settings, source)
     home = running.dagster_home()
+    stages = stages or settings.select.strategy in ("group_mates", "joint")
 
     with dg.DagsterInstance.from_config(str(home)) as instance:
         running.free_dead_slots(instance, lambda text: _err.print(text, style="yellow", highlight=False))
-        runs = running.materialise(settings, source, snapshots, instance, _told)
+        runs = running.materialise(settings, source, snapshots, instance, _told, stages=stages)
     return {
         "root": str(store.root),
         "runs": [asdict(run) for run in runs],
         "snapshots": running.summary(store, snapshots),
+        "group_mates": running.staged_summary(store, settings, snapshots) if stages else [],
     }
 
 
@@ -142,10 +144,23 @@ def _show_run(result: dict[str, Any], dry: bool) -> None:
         _out.print_json(json.dumps(result))
         return
     rows = [{"readable": row["readable_rows"], **row} for row in result["snapshots"]]
+    for row in result["group_mates"]:
+        _out.print(_stage_in_words(row), soft_wrap=True, highlight=False)
     if rows:
         _out.print(summary_table(rows))
         kept = sum(row["kept"] for row in rows)
         _out.print(f"{human(kept)} documents kept; results under {result['root']}/fineweb_mask", soft_wrap=True)
+
+
+def _stage_in_words(row: dict[str, Any]) -> str:
+    """What a stage of Group-MATES chose, and what it did to the model."""
+    before, after = row["held_out_loss_before"], row["held_out_loss_after"]
+    learnt = "" if before is None else f"; held-out loss {before:.3f} before training on them, {after:.3f} after"
+    return (
+        f"Group-MATES, stage {row['stage']}: {row['chosen']} documents, {row['also_in_datamask']} of them in "
+        f"DataMask's mask too; predicted influence {row['influence_kept']:.2f}, of all "
+        f"{row['influence_of_pool']:.2f}{learnt}"
+    )
 
 
 @app.command()
@@ -181,28 +196,11 @@ def demo(
             _print(asdict(corpus), as_json, lambda: None)
             return
         settings = load_settings(_demo_config(folder), given, env={})
-        result = _run(settings, [], None, False)
-        if result["snapshots"]:
-            _choose_in_stages(settings, result)
+        result = _run(settings, [], None, False, stages=True)
         result["report"] = _report(settings) if result["snapshots"] else None
     _print(result, as_json, lambda: _show_demo(result))
     if any(not r["success"] for r in result["runs"]):
         raise typer.Exit(1)
-
-
-def _choose_in_stages(settings: Settings, result: dict[str, Any]) -> None:
-    """The demo's stage of Group-MATES over the snapshots that were selected; its runs and figures join the result."""
-    import dagster as dg
-
-    from dagster_datamask import running
-    from dagster_datamask.shards.generations import Store
-    from dagster_datamask.shards.source import Source
-
-    snapshots = [row["snapshot"] for row in result["snapshots"]]
-    with dg.DagsterInstance.from_config(str(running.dagster_home())) as instance:
-        runs = running.choose_in_stages(settings, Source(settings.source.url), snapshots, instance, _told)
-    result["runs"] += [asdict(run) for run in runs]
-    result["group_mates"] = running.staged_summary(Store(Path(settings.storage.root)), settings, snapshots)
 
 
 def _demo_config(folder: Path) -> Path:
@@ -229,14 +227,6 @@ def _report(settings: Settings) -> str | None:
 
 def _show_demo(result: dict[str, Any]) -> None:
     _show_run(result, False)
-    for row in result.get("group_mates", []):
-        _out.print(
-            f"Group-MATES, stage {row['stage']}: {row['chosen']} documents, {row['also_in_datamask']} of them in "
-            f"DataMask's selection too; held-out loss {row['held_out_loss_before']:.3f} before training on them, "
-            f"{row['held_out_loss_after']:.3f} after",
-            soft_wrap=True,
-            highlight=False,
-        )
     if result["report"]:
         _out.print(f"figures: {result['report']}", soft_wrap=True, highlight=False)
         _out.print("next: `make dev` opens the Dagster UI on these results", highlight=False)

@@ -41,6 +41,7 @@ from dagster_datamask.stages.base import FITTED
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
 from dagster_datamask.stages.language_model import check_reference
+from dagster_datamask.stages.quality import CLEANING
 
 _ID_ROWS = 65_536
 _PROCESS_TAG = "datamask/process"
@@ -117,15 +118,19 @@ def materialise(
     snapshots: Sequence[str],
     instance: dg.DagsterInstance,
     told: Callable[[SnapshotRun], None] = lambda run: None,
+    *,
+    stages: bool = False,
 ) -> list[SnapshotRun]:
     """Run `fit_global` where it is due, then `full` for each snapshot; a failed snapshot does not stop the others.
 
     With select.scope = corpus: `embed` for each, `solve_corpus` over all that are embedded, then `select` for those
-    that did not fail. With select.strategy = group_mates or joint the stages of Group-MATES come after `embed`.
+    that did not fail. With select.strategy = group_mates or joint the stages of Group-MATES come after `embed`; with
+    `stages` they do under any strategy, beside what the manifest keeps.
 
     Raises SettingsError where influence is asked for and no reference set is named.
     """
-    staged = settings.select.strategy == "group_mates" or settings.select.influence > 0
+    needed = settings.select.strategy == "group_mates" or settings.select.influence > 0
+    staged = needed or stages
     if staged:
         check_reference(settings)
     jobs = _Jobs(settings, source, instance, told)
@@ -138,27 +143,11 @@ def materialise(
         return jobs.runs
     ready = [snapshot for snapshot in snapshots if jobs.execute(EMBED, snapshot)]
     if ready and staged:
-        ready = jobs.through_stages(ready)
+        chosen = jobs.through_stages(ready)
+        ready = chosen if needed else ready
     if ready and (settings.select.scope != "corpus" or jobs.execute(SOLVE_CORPUS)):
         for snapshot in ready:
             jobs.execute(SELECT, snapshot)
-    return jobs.runs
-
-
-def choose_in_stages(
-    settings: Settings,
-    source: Source,
-    snapshots: Sequence[str],
-    instance: dg.DagsterInstance,
-    told: Callable[[SnapshotRun], None] = lambda run: None,
-) -> list[SnapshotRun]:
-    """Run the stages of Group-MATES over embedded snapshots beside whatever their manifest keeps.
-
-    Raises SettingsError where no reference set is named.
-    """
-    check_reference(settings)
-    jobs = _Jobs(settings, source, instance, told)
-    jobs.through_stages(list(snapshots))
     return jobs.runs
 
 
@@ -329,6 +318,7 @@ def dry_run(settings: Settings, source: Source, snapshots: Sequence[str]) -> dic
         "embedding_bytes": embedded * dimension * 2,
         "passes_over_text": {
             "raw_shards": 2 if source.hashes_content() else 1,
+            **{name: 1 for name in of_a_snapshot(settings) if name in CLEANING},
             "scorers": 3,
             "e5_embeddings": 1,
             "fineweb_mask": 1,
