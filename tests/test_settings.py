@@ -218,6 +218,7 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         "storage.root",
         "compute.device",
         "compute.dtype",
+        "compute.processes",
         "compute.memory_limit_gb",
         "compute.processes",
     }

@@ -46,6 +46,19 @@ class Standard:
             {part: np.sort(_scaled(part, column[np.isfinite(column)])) for part, column in parts.items()},
         )
 
+    def told(self) -> list[dict[str, float | str | None]]:
+        """A record of each part's sample on 0…5: `scorer, documents, mean, sd, median`; None of no documents."""
+        return [
+            {
+                "scorer": part,
+                "documents": len(sample),
+                "mean": float(sample.mean()) if len(sample) else None,
+                "sd": float(sample.std()) if len(sample) else None,
+                "median": float(np.median(sample)) if len(sample) else None,
+            }
+            for part, sample in self.scores.items()
+        ]
+
     def place(self, part: str, scaled: np.ndarray) -> np.ndarray:
         """What each of float64[n] scores on 0…5 counts; NaN stays. Raises ValueError where the sample has no score."""
         sample = self.scores[part]

@@ -30,7 +30,7 @@ from dagster_datamask.shards.source import Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.classifiers import classifier_of, precision, scorer_for
-from dagster_datamask.stages.quality import SAMPLE_FILE, integer_histogram
+from dagster_datamask.stages.quality import SAMPLE_FILE, integer_histogram, standard_of
 
 CENTROIDS_FILE = "centroids.arrow"
 _SAMPLE = pa.schema(
@@ -113,11 +113,16 @@ def _calibrate(run: Run, source: Source, bad: set[str]) -> Outcome:
             )
         quality = pq.read_table(generation.folder / SAMPLE_FILE, columns=["quality"])["quality"]
         constants = calibrate(quality.to_numpy(), run.settings.prune.ratio)
+        measured = (
+            {}
+            if settings.combine == "sum"
+            else {"measured_against": standard_of(settings.combine, generation.folder / SAMPLE_FILE).told()}
+        )
         return finish(
             generation,
             [record],
             "",
-            facts={**asdict(constants), "snapshots": sorted({snapshot for snapshot, _, _ in picked})},
+            facts={**asdict(constants), "snapshots": sorted({snapshot for snapshot, _, _ in picked}), **measured},
             expected_rows=record.rows,
             figures=lambda published: {
                 "quality of the sample": quality_histogram(

@@ -72,6 +72,10 @@ def test_both_snapshots_are_measured_against_the_one_sample(project: Project, ho
         np.testing.assert_allclose(sample["quality"].to_numpy(), 15 * ranks / 4, rtol=1e-9)
     quality = np.sort(sample["quality"].to_numpy())
     facts = calibration.facts
+    for told, part in zip(facts["measured_against"], PARTS, strict=True):
+        assert (told["scorer"], told["documents"]) == (part, 40)
+        own = np.asarray(reference[part])
+        assert [told["mean"], told["sd"], told["median"]] == pytest.approx([own.mean(), own.std(), np.median(own)])
     assert facts["prune_threshold"] == quality[18]
     assert (facts["q_lo"], facts["q_hi"]) == tuple(np.quantile(quality, [0.001, 0.999]))
 
