@@ -183,8 +183,8 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     means = {name: found.value() for name, found in sums.items()}
     if passes.given is not None:
         total = total + passes.given.size * passes.given.mean
-        for name, mean in {"quality": passes.given.quality, **passes.given.scores}.items():
-            means[name] = means.get(name, 0.0) + passes.given.size * mean
+        for name, before in {"quality": passes.given.quality, **passes.given.scores}.items():
+            means[name] = means.get(name, 0.0) + passes.given.size * before
         means.pop("quality_raw", None)
     means = {name: found / everything for name, found in means.items()}
     mean = total / everything
