@@ -55,7 +55,9 @@ def _alone(values: np.ndarray, result: Mapping[str, Any], key: str) -> Estimate:
     if len(values) == 1:
         return Estimate(float(values[0]), float("nan"), float("nan"), 1, "one run")
     units, over = result["test"], "test trajectories"
-    if key.startswith("chosen/"):
+    if key.startswith(("bar/", "overlap/")):
+        units, over = len(result["chosen"]["forced"]), f"pools of {result['chosen']['from']}"
+    elif key.startswith("chosen/"):
         units, over = len(result["chosen"]["sums"]["random"]), f"pools of {result['chosen']['from']}"
     elif key.startswith("continued/"):
         units, over = len(result["continued"]["losses"]["group"]["documents"]), "held-out reference documents"
@@ -133,18 +135,27 @@ def chosen(result: Mapping[str, Any], resamples: int) -> Replicates:
             found["chosen/one relation"] = difference("relational", "one relation")
     forced = result["chosen"]["forced"]
     sums = result["chosen"]["sums"]
+
+    def mean(values: Sequence[float]) -> np.ndarray:
+        return resampled_mean(values, resamples, result["name"], "forced") if len(values) > 1 else _mean(values)
+
     for other in ("individual", "random"):
-        found[f"bar/{other}"] = _mean([sums["relational"][k] - sums[other][k] for k in range(len(forced))])
+        found[f"bar/{other}"] = mean([sums["relational"][k] - sums[other][k] for k in range(len(forced))])
     for other in ("brute force", "oracle individual"):
-        found[f"bar/{other}"] = _mean([sums["relational"][k] - run[other] for k, run in enumerate(forced)])
-    overlaps = {int(n): _mean([run["overlap"][n] for run in forced]) for n in forced[0]["overlap"]}
-    last, size = max(overlaps), result["chosen"]["from"]
-    found |= {f"overlap/{n}": value for n, value in overlaps.items()}
-    doublings = [n for n in sorted(overlaps) if n > 1]
-    found["overlap/slope"] = np.array([slope(np.log2(doublings), [overlaps[n][0] for n in doublings])])
-    found["overlap/last"] = overlaps[last]
-    found["overlap/last beside random"] = overlaps[last] - last / size
-    return found
+        found[f"bar/{other}"] = mean([sums["relational"][k] - run[other] for k, run in enumerate(forced)])
+    shares = {int(n): [run["overlap"][n] for run in forced] for n in forced[0]["overlap"]}
+    last, size = max(shares), result["chosen"]["from"]
+    doublings = [n for n in sorted(shares) if n > 1]
+    slopes = [slope(np.log2(doublings), [shares[n][k] for n in doublings]) for k in range(len(forced))]
+    return (
+        found
+        | {f"overlap/{n}": mean(values) for n, values in shares.items()}
+        | {
+            "overlap/slope": mean(slopes),
+            "overlap/last": mean(shares[last]),
+            "overlap/last beside random": mean(shares[last]) - last / size,
+        }
+    )
 
 
 def continued(result: Mapping[str, Any], resamples: int) -> Replicates:

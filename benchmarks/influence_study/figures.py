@@ -63,7 +63,8 @@ def overlaps(found: Found, sizes: Mapping[str, int], title: str) -> bytes:
         if y[0].units > 1:
             axes.fill_between(x, [v.low for v in y], [v.high for v in y], color=colour, alpha=0.15, lw=0)
         axes.plot(x, [v.value for v in y], color=colour, marker=marker, ls=dash, markersize=4, label=place)
-    axes.plot(x, [n / max(sizes.values()) for n in x], color=GREY, ls="-.", label=f"chance, n/{max(sizes.values())}")
+    for size, dash in zip(sorted(set(sizes.values())), ("-.", ":"), strict=False):
+        axes.plot([1, x[-1]], [1 / size, x[-1] / size], color=GREY, ls=dash, label=f"chance, n/{size}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_ylim(-0.03, 1.05)

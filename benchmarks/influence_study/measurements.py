@@ -245,9 +245,9 @@ class Laboratory:
                 picks[name].append(rows[found])
         sums = {}
         for name, rows_of in picks.items():
-            found = self.prober.roll_out(pool.tokens, np.array(rows_of), pool.ids)
-            self.done(found.trajectories.size)
-            sums[name] = _listed(found.cumulative[:, -1])
+            rolled = self.prober.roll_out(pool.tokens, np.array(rows_of), pool.ids)
+            self.done(rolled.trajectories.size)
+            sums[name] = _listed(rolled.cumulative[:, -1])
         forced = []
         for rows in groups[:brute]:
             part = pool.at(rows)
@@ -297,14 +297,14 @@ def continued(subject: Subject, relational: InfluenceModel, single: InfluenceMod
     h = relational.embed(pool.features)
     vectors, f = relational.relation(h), relational.influence(h)
     alone = single.influence(single.embed(pool.features))
-    constants = {"alpha": relational.alpha, "beta": relational.beta}
+    alpha, beta = relational.alpha, relational.beta
     labels, _ = fit_clusters(vectors, sizes.clusters, ids=pool.ids, seed=subject.seed).assign(vectors)
     amounts = budgets(f, labels, n, ids=pool.ids, rule="proportional")
     picks = {
         "individual": individual(alone, n, ids=pool.ids).rows,
         "individual in clusters": individual_in_clusters(alone, labels, amounts, ids=pool.ids).rows,
-        "group": select_in_clusters(vectors, f, labels, n, **constants, ids=pool.ids).rows,
-        "group without clusters": greedy(vectors, f, n, **constants, ids=pool.ids).rows,
+        "group": select_in_clusters(vectors, f, labels, n, alpha=alpha, beta=beta, ids=pool.ids).rows,
+        "group without clusters": greedy(vectors, f, n, alpha=alpha, beta=beta, ids=pool.ids).rows,
         "gumbel": gumbel_top_k(alone, n, tau=TAU, ids=pool.ids, seed=subject.seed).rows,
     }
     if subject.best is not None:

@@ -67,7 +67,7 @@ class _Ranks:
         return (ends - (groups - 1) / 2)[:, self.back]
 
 
-def resampled_mean(values: Sequence[float], resamples: int, *key: str | int) -> np.ndarray:
+def resampled_mean(values: Sequence[float] | np.ndarray, resamples: int, *key: str | int) -> np.ndarray:
     """float64[1 + resamples]: means of values that are resampled, the first of the sample itself."""
     sample = np.asarray(values, np.float64)
     return multiplicities(sample.size, resamples, *key) @ sample / sample.size
@@ -102,5 +102,5 @@ def nested(runs: Mapping[tuple[int, int], np.ndarray], over: str, key: str) -> E
     return interval(found, len(runs), over)
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
+def slope(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
     return float(np.polyfit(np.asarray(x, np.float64), np.asarray(y, np.float64), 1)[0])
