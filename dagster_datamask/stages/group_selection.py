@@ -360,8 +360,8 @@ def _spread(values: np.ndarray, rows: np.ndarray, n: int) -> pa.Array:
 def group_mates_selection(run: Run, snapshot: str) -> Outcome:
     """Publish what all stages chose of the snapshot as one mask.
 
-    `split` is the stage that chose a document, for those that none did the last; so are score and, stage after stage,
-    the order that `rank` tells.
+    `split` is the stage that chose a document, for those that none did the last; score is that stage's, and rank the
+    place in what it chose, those that none did behind.
     """
     stage = STAGES["group_mates_selection"]
     inputs = run.inputs(stage, snapshot)
@@ -376,13 +376,15 @@ def group_mates_selection(run: Run, snapshot: str) -> Outcome:
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
         ranks: dict[str, np.ndarray] = {}
+        # places are found over all stages, which come one after another
+        before = np.cumsum([0, *(published.facts["kept"] for published in chosen)])
 
         def ranked(shard: str) -> Iterator[pa.Table]:
             if not ranks:
                 ranks.update(corpus.ranked(generation.work, last.shards, lambda name: map(_placed, read(name))))
             at = 0
             for table in read(shard):
-                rows = ranks[shard][at : at + len(table)]
+                rows = ranks[shard][at : at + len(table)] - before[table["split"].to_numpy() - 1]
                 yield table.set_column(table.schema.get_field_index("rank"), "rank", pa.array(rows))
                 at += len(table)
 
