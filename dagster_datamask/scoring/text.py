@@ -8,8 +8,9 @@ import re
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,11 +81,15 @@ class UltraFineWeb:
 
     Three and more newlines become two; lower case; NFKD without its non-spacing marks; the tokens' texts joined by
     spaces; newline, carriage return and tab as their two-character escapes; runs of spaces one space, ends stripped.
-    A token that holds a part of a character reads as U+FFFD, as it does there.
+    A token that holds a part of a character reads as U+FFFD, as it does there. A text of more than a million characters
+    goes through the tokenizer in parts, which takes over 100 bytes a character: each ends before a space between two
+    letters, where a tokenizer that splits at words first, as the release's does, splits as well.
 
     tokenizer: the `tokenizer.json` of the model's training, DeepSeek-V2's in the release; ValueError naming the file
     where it is none.
     """
+
+    _part_characters = 1_000_000
 
     def __init__(self, tokenizer: Path) -> None:
         try:
@@ -103,8 +108,16 @@ class UltraFineWeb:
         text = unicodedata.normalize("NFKD", _MANY_NEWLINES.sub("\n\n", text).lower())
         if not text.isascii():
             text = text.translate(_marks())
-        line = " ".join(map(self._word, self._tokenizer.encode(text, add_special_tokens=False).ids))
+        tokens = (self._tokenizer.encode(part, add_special_tokens=False).ids for part in self._parts(text))
+        line = " ".join(map(self._word, chain.from_iterable(tokens)))
         return _SPACES.sub(" ", line.translate(_ESCAPES)).strip()
+
+    def _parts(self, text: str) -> Iterator[str]:
+        start = 0
+        while cut := _BETWEEN_WORDS.search(text, start + self._part_characters):
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
 
     def _word(self, token: int) -> str:
         word = self._words.get(token)
@@ -113,6 +126,7 @@ class UltraFineWeb:
         return word
 
 
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 _MANY_NEWLINES = re.compile("\n{3,}")
 _SPACES = re.compile(" +")
 _ESCAPES = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t"})

@@ -13,6 +13,7 @@ from dagster_datamask.scoring.text import (
     NO_TOKENS,
     NULL_TEXT,
     SURROGATES,
+    UltraFineWeb,
     decode_column,
     join_lines,
     normaliser_of,
@@ -154,6 +155,25 @@ def test_ultra_finewebs_form_against_its_definition_step_by_step(byte_level: Pat
     found = normaliser_of("ultra_fineweb", byte_level)(text)
     assert found == line.strip()
     assert "\n" not in found
+
+
+@given(
+    st.lists(
+        st.sampled_from(["the", "The", " ", "  ", "\n", "x1", "'s", ".", "\u00e9", "\u8a9e", "\u00b2"]), max_size=30
+    )
+)
+def test_a_long_text_in_parts_reads_as_the_whole(byte_level: Path, pieces: list[str]) -> None:
+    whole, parts = UltraFineWeb(byte_level), UltraFineWeb(byte_level)
+    parts._part_characters = 3
+    text = "".join(pieces)
+    assert parts(text) == whole(text)
+
+
+def test_the_parts_of_a_long_text_are_short(byte_level: Path) -> None:
+    form = UltraFineWeb(byte_level)
+    form._part_characters = 10
+    parts = list(form._parts("the cell divides. 12 of them, and more of them"))
+    assert parts == ["the cell divides. 12 of", " them, and", " more of them"]
 
 
 def test_normalisers_are_named(tmp_path: Path) -> None:
