@@ -139,8 +139,8 @@ def train_fasttext(
     labels: true/false, 1/0, or the two label names, with or without `__label__`. normaliser, tokenizer: the form
     of the texts, as in FastTextScorer. The recipe is DCLM's: texts as one line, bigrams, learning rate 0.1, 100
     dimensions, 5 epochs, minimum count 1; below 20,000 texts more epochs, at most 100, and no more hash buckets
-    than the texts have tokens (next power of two). One thread, lines in a keyed order: the file's bytes depend on the rows and the seed alone, not on
-    the rows' order. The file is written beside and renamed.
+    than the texts have tokens (next power of two). One thread, lines in a keyed order: the file's bytes depend on
+    the rows and the seed alone, not on the rows' order. The file is written beside and renamed.
 
     Raises ValueError naming the row: a missing or foreign label; fewer than 20 rows; one class only; another
     suffix.
