@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from benchmarks.influence_study.claims import Estimate
 from dagster_datamask.reporting.canvas import BOUND, COLOURS, DASHES, GREY, MARKERS, SMALL, canvas, legend_below, png
@@ -66,7 +66,7 @@ def overlaps(found: Found, sizes: Mapping[str, int], title: str) -> bytes:
     for size, dash in zip(sorted(set(sizes.values())), ("-.", ":"), strict=False):
         axes.plot([1, x[-1]], [1 / size, x[-1] / size], color=GREY, ls=dash, label=f"chance, n/{size}")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
     axes.set_ylim(-0.03, 1.05)
     axes.set_xlabel("documents selected, n")
     axes.set_ylabel("share in common")
@@ -93,21 +93,28 @@ def paths(results: Sequence[Mapping[str, Any]], title: str) -> bytes:
 
 
 def losses(results: Sequence[Mapping[str, Any]], arms: Sequence[tuple[str, str]], title: str) -> bytes:
-    """Held-out loss of every way to select minus that of random ones, a mark a run, a bar their mean."""
+    """Held-out loss of every way to select, (key, name), minus that of random ones: a mark a run, a bar their mean, a
+    panel a place."""
     places = list(dict.fromkeys(result["place"] for result in results))
     figure, panels = canvas(title, len(places), size=(7.6, 3.4))
+    at = {key: len(arms) - 1 - k for k, (key, _) in enumerate(arms)}
     for axes, place in zip(panels, places, strict=True):
         runs = [result["continued"]["losses"] for result in results if result["place"] == place]
-        shown = [(key, name) for key, name in arms if key in runs[0]]
-        for k, (key, _) in enumerate(reversed(shown)):
-            random = [np.mean([v["loss"] for n, v in run.items() if n.startswith("random ")]) for run in runs]
+        random = np.array(
+            [np.mean([v["loss"] for name, v in run.items() if name.startswith("random ")]) for run in runs]
+        )
+        for (key, y), colour in zip(at.items(), COLOURS, strict=True):
+            if key not in runs[0]:
+                axes.text(0, y, " none is known", va="center", fontsize=6.5, color=GREY)
+                continue
             values = np.array([run[key]["loss"] for run in runs]) - random
-            axes.barh(k, values.mean(), 0.6, color=COLOURS[k % len(COLOURS)], alpha=0.5)
-            axes.plot(values, np.full(values.size, k), "|", color=BOUND, markersize=9)
+            axes.barh(y, values.mean(), 0.6, color=colour, alpha=0.5)
+            axes.plot(values, np.full(values.size, y), "|", color=BOUND, markersize=9)
         axes.axvline(0, color=BOUND, lw=1)
-        axes.set_yticks(range(len(shown)), [name for _, name in reversed(shown)] if axes is panels[0] else [])
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        axes.set_yticks(list(at.values()), [name for _, name in arms] if axes is panels[0] else [])
         axes.set_title(place, fontsize=SMALL, loc="left")
-    panels[0].set_xlabel("held-out loss − that of random selections")
+    panels[len(panels) // 2].set_xlabel("held-out loss − that of random selections")
     return png(figure)
 
 
@@ -138,6 +145,8 @@ def drifts(results: Sequence[Mapping[str, Any]], title: str) -> bytes:
         x, y = (np.array(result["drift"][name], np.float64) for name in ("first", "later"))
         axes.plot(x, y, ".", color=COLOURS[0], markersize=3, alpha=0.6)
         axes.set_title(result["name"], fontsize=SMALL, loc="left")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(4))
         axes.tick_params(labelsize=6.5)
     panels[0].set_ylabel("at the later checkpoint")
     panels[len(shown) // 2].set_xlabel("influence at the first checkpoint")
