@@ -30,6 +30,7 @@ PAGES = (
     "docs/selection.md",
     "docs/benchmarks.md",
     "docs/gneissweb.md",
+    "docs/group-mates.md",
     *(
         GUIDES := (
             "docs/first-run.md",
