@@ -37,8 +37,9 @@ def strategies_figure(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
     A row has `name`, `quality` (mean) and `cosine` (mean over two different documents), either None where there are too
     few documents; such rows are left out.
     """
-    figure, (axes,) = canvas(title)
     drawn = [(i, row) for i, row in enumerate(rows) if row["quality"] is not None and row["cosine"] is not None]
+    # the legend's further lines must not take the axes' room
+    figure, (axes,) = canvas(title, size=(6.4, 3.4 + 0.22 * max(0, (len(drawn) + 1) // 2 - 3)))
     if not drawn:
         return nothing(figure, axes, "too few documents to compare")
     for i, row in drawn:

@@ -79,6 +79,8 @@ FIGURES: dict[str, Callable[[], bytes]] = {
     "hosts, as they come": lambda: _hosts(("", 0.5, 0.1), ("$x$" * 30, 0.2, 0.4), ("пример.рф", 0.1, 0.2)),
     "overlap, empty masks": lambda: overlap_figure(["a", "b"], np.full((2, 2), np.nan), "t"),
     "overlap, one empty": lambda: overlap_figure(["a", "b"], np.array([[1, 0.0], [np.nan, np.nan]]), "t"),
+    "strategies, thirteen": lambda: _strategies(*((f"baseline_{k}", float(k), 0.05 * k) for k in range(13))),
+    "overlap, thirteen": lambda: overlap_figure([f"baseline_fineweb_edu_{k}" for k in range(13)], np.eye(13), "t"),
     "overlap, six": lambda: overlap_figure([f"baseline_{k}" for k in range(6)], np.eye(6), "t"),
 }
 
