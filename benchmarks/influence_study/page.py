@@ -4,6 +4,7 @@ Here: words and tables about estimates; no sentence says more than the estimates
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,17 @@ def _page(results: Results, speed: Mapping[str, Any], found: Found, sizes: Mappi
         *_beyond(),
         *_scale(results, speed, sizes),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
+
+
+def _wrapped(part: str) -> str:
+    """Paragraphs and lists in lines of 120; headings, tables, pictures and commands as they are."""
+    if part.startswith(("#", "|", "!", "```")):
+        return part
+    return "\n".join(
+        textwrap.fill(line, 120, subsequent_indent="  " * line.startswith("- "), break_on_hyphens=False)
+        for line in part.split("\n")
+    )
 
 
 def _setting(results: Results, sizes: Mapping[str, Sizes]) -> str:
