@@ -15,7 +15,7 @@ from typing import Any
 
 import dagster as dg
 import numpy as np
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.jobs import (
@@ -34,6 +34,7 @@ from dagster_datamask.keyed import hash64
 from dagster_datamask.partitions import asset_key, cc_snapshot
 from dagster_datamask.scoring.encoders import ENCODERS
 from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.generations import Published, Store
 from dagster_datamask.shards.identity import base_ids
 from dagster_datamask.shards.source import Source
@@ -41,6 +42,7 @@ from dagster_datamask.stages.base import FITTED
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
 from dagster_datamask.stages.language_model import check_reference
+from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.quality import CLEANING
 
 _ID_ROWS = 65_536
@@ -161,11 +163,9 @@ def staged_summary(store: Store, settings: Settings, snapshots: Sequence[str]) -
         found = {s: published for s in snapshots if (published := store.published(name, s)) is not None}
         if trained is None or not found:
             continue
-        chosen = [_kept(published) for published in found.values()]
-        masks = [store.published("datamask_masks", snapshot) for snapshot in found]
-        both = sum(len(c & _kept(mask)) for c, mask in zip(chosen, masks, strict=True) if mask is not None)
-        kept = sum(map(len, chosen))
+        both = sum(_in_both(chosen, store.published("datamask_masks", snapshot)) for snapshot, chosen in found.items())
         facts = [published.facts for published in found.values()]
+        kept = sum(f["kept"] for f in facts)
         rows.append(
             {
                 "stage": number,
@@ -181,9 +181,17 @@ def staged_summary(store: Store, settings: Settings, snapshots: Sequence[str]) -
     return rows
 
 
-def _kept(mask: Published) -> set[str]:
-    tables = (pq.read_table(mask.path(shard), columns=["doc_id", "selected"]) for shard in mask.shards)
-    return {doc_id for table in tables for doc_id in table["doc_id"].filter(table["selected"]).to_pylist()}
+def _in_both(chosen: Published, mask: Published | None) -> int:
+    """Documents that two masks of a snapshot's candidates keep; 0 where they are not of the same."""
+    if mask is None or mask.inputs.get("e5_embeddings") != chosen.inputs["e5_embeddings"]:
+        return 0
+    both = 0
+    for shard in chosen.shards:
+        other = Cursor(mask.path(shard), ["doc_id", "selected"], SIDE_ROWS)
+        for table in read_batches(chosen.path(shard), ["doc_id", "selected"], SIDE_ROWS):
+            found = other.take_all(table["doc_id"].combine_chunks())
+            both += pc.sum(pc.and_(table["selected"], found["selected"])).as_py() or 0
+    return both
 
 
 class _Jobs:

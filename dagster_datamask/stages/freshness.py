@@ -39,7 +39,9 @@ def unfitted(store: Store, settings: Settings, source: Source, names: Sequence[s
             why[name] = "fitted on snapshots that the source does not have"
         elif any(ancestor in why for ancestor in stage.inputs):
             why[name] = f"rests on {', '.join(a for a in stage.inputs if a in why)}"
-        elif any((made := store.published(a)) is None or made.fingerprint != published.inputs[a] for a in stage.inputs):
+        elif any(
+            (made := store.published(a)) is None or made.fingerprint != published.inputs.get(a) for a in stage.inputs
+        ):
             why[name] = "fitted on another generation of its inputs"
         elif any(published.inputs.get(model) != revision for model, revision in models[name].items()):
             why[name] = "fitted with other models or labels"
