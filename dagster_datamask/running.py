@@ -42,8 +42,8 @@ from dagster_datamask.stages.base import FITTED
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.ingest import LIMIT_PURPOSE
 from dagster_datamask.stages.language_model import check_reference
-from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.quality import CLEANING
+from dagster_datamask.stages.scores import SIDE_ROWS
 
 _ID_ROWS = 65_536
 _PROCESS_TAG = "datamask/process"
