@@ -331,6 +331,20 @@ class References:
         }
 
 
+def other_sources(made: Mapping[str, Published], settings: Settings) -> list[tuple[str, str]]:
+    """(asset, what) of the published assets that were made from another reference set, checkpoint or tokenizer than the
+    files that the settings name hold now."""
+    found = []
+    for name, published in sorted(made.items()):
+        now: dict[str, str] = {}
+        if name == "warmup_model":
+            now = warm_up_identities(settings)
+        elif name.endswith(("/rollout_sets", "/continued_model")):
+            now = {kind: reference_identities(settings).get(kind, "") for kind in ("reference", "held_out")}
+        found += [(name, kind) for kind, identity in now.items() if published.inputs.get(kind, "") != identity]
+    return found
+
+
 def check_reference(settings: Settings) -> None:
     """Raise SettingsError where influence would have nothing to be measured on."""
     if not settings.group_mates.reference:

@@ -30,6 +30,7 @@ from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.cleaning import CONTAMINATION, evaluation_revision
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.gneissweb import content_of_categories
+from dagster_datamask.stages.language_model import other_sources
 from dagster_datamask.stages.quality import CLEANING, QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
@@ -234,6 +235,7 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
     labels = content_of_categories(STAGES[mask_of(run.settings)], run.in_force).get("categories")
     if labels != inputs[mask_of(run.settings)].inputs.get("categories"):
         foreign.append(f"{mask_of(run.settings)}: made with other categories")
+    foreign += [f"{name}: made with another {what}" for name, what in other_sources(made, run.in_force)]
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
 
 

@@ -420,6 +420,18 @@ class TestStrategies:
         assert outcome.published is None
         assert "stage_1/rollout_sets: group_mates.steps = 3 (in force: 4)" in str(failed(outcome))
 
+    def test_another_reference_set_is_refused_though_its_name_is_the_same(
+        self, staged: Staged, reference: Path, tmp_path: Path
+    ) -> None:
+        other = tmp_path / "other.parquet"
+        pq.write_table(pq.read_table(reference).slice(0, 12), other)
+        project = on_a_copy(staged[0], tmp_path / "root").with_settings(**{"group_mates.reference": str(other)})
+        told = failed(project.stage("fineweb_mask_manifest", FIRST))["made_under_these_settings"]["different"]
+        assert told == "; ".join(
+            f"{name}: made with another reference"
+            for name in ("stage_1/continued_model", "stage_1/rollout_sets", "stage_2/rollout_sets")
+        )
+
     @pytest.mark.parametrize("scope", ["split", "snapshot"])
     def test_joint_masks_are_certified_and_weigh_influence(self, staged: Staged, tmp_path: Path, scope: str) -> None:
         project = on_a_copy(staged[0], tmp_path / "root").with_settings(
