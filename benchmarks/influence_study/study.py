@@ -5,12 +5,14 @@ Here: which subjects there are, what is kept, progress. Not here: what is measur
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
+from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -119,9 +121,9 @@ def _measure(missing: Sequence[Job], folder: Path, processes: int, say: Say) -> 
     started = told = time.perf_counter()
     effort = 0.0
     context = get_context("forkserver")
-    with _one_thread(), context.Manager() as manager, ProcessPoolExecutor(processes, context) as pool:
-        queue = manager.Queue()
-        running: dict[Future[None], Job] = {pool.submit(_work, job, folder, queue): job for job in missing}
+    queue = context.Queue()
+    with _one_thread(), ProcessPoolExecutor(processes, context, _start, (queue,)) as pool:
+        running: dict[Future[None], Job] = {pool.submit(_work, job, folder): job for job in missing}
         while running:
             ended, _ = wait(running, timeout=2.0, return_when=FIRST_COMPLETED)
             while True:
@@ -139,7 +141,26 @@ def _measure(missing: Sequence[Job], folder: Path, processes: int, say: Say) -> 
                 say(f"{effort / total:.0%} of the probes and steps, about {left / 60:.0f} min to go")
 
 
-def _work(job: Job, folder: Path, queue: Any) -> None:
+_told: "Queue[float] | None" = None
+
+
+def _start(queue: "Queue[float]") -> None:
+    """What a process of the pool does first."""
+    global _told
+    _told = queue
+    # one whose parent was killed would wait for work for ever
+    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
+
+
+def _leave_with_the_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(job: Job, folder: Path) -> None:
+    assert _told is not None
     waiting = 0.0
 
     def done(steps: int) -> None:
@@ -147,11 +168,11 @@ def _work(job: Job, folder: Path, queue: Any) -> None:
         waiting += steps * job.sizes.cost
         # a word a step would keep the parent busy
         if waiting > 500:
-            queue.put(waiting)
+            _told.put(waiting)
             waiting = 0.0
 
     one(job, folder, done)
-    queue.put(waiting)
+    _told.put(waiting)
 
 
 @contextmanager
