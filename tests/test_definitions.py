@@ -50,7 +50,7 @@ def test_loads_without_network_gpu_credentials_or_settings_file(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assets, heavy = done.stdout.splitlines()
-    assert int(assets) == len(active(load_settings(None, env={})))
+    assert int(assets) == len(active(load_settings(os.devnull, env={})))
     assert heavy == "", "a code location that only lists assets must not pay for the model libraries"
     assert list(work.iterdir()) == []
 
@@ -78,7 +78,7 @@ def test_the_code_location_has_one_name() -> None:
 
 @pytest.fixture(scope="module")
 def defs() -> dg.Definitions:
-    return build_definitions(load_settings(None, env={}))
+    return build_definitions(load_settings(os.devnull, env={}))
 
 
 def test_definitions_are_loadable(defs: dg.Definitions) -> None:
@@ -87,7 +87,7 @@ def test_definitions_are_loadable(defs: dg.Definitions) -> None:
 
 def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Definitions) -> None:
     specs = {spec.key.to_user_string(): spec for spec in defs.resolve_all_asset_specs()}
-    assert set(specs) == set(active(load_settings(None, env={})))
+    assert set(specs) == set(active(load_settings(os.devnull, env={})))
     for name, spec in specs.items():
         assert spec.group_name and spec.group_name != "default", name
         assert spec.owners, name
@@ -97,7 +97,7 @@ def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Defin
 
 def test_every_check_says_what_it_means(defs: dg.Definitions) -> None:
     checks = defs.resolve_asset_graph().asset_check_keys
-    assert {key.asset_key.to_user_string() for key in checks} == set(active(load_settings(None, env={})))
+    assert {key.asset_key.to_user_string() for key in checks} == set(active(load_settings(os.devnull, env={})))
     for key in checks:
         spec = defs.resolve_asset_graph().get_check_spec(key)
         assert spec.description and spec.description.endswith("."), key
@@ -107,7 +107,7 @@ def test_assets_on_the_accelerator_share_the_gpu_pool_and_no_other_does(defs: dg
     graph = defs.resolve_asset_graph()
     pools = {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}
     assert {name for name, pool in pools.items() if pool == {"gpu"}} == {
-        name for name, stage in active(load_settings(None, env={})).items() if stage.on_accelerator
+        name for name, stage in active(load_settings(os.devnull, env={})).items() if stage.on_accelerator
     }
     assert set().union(*pools.values()) == {"gpu"}
 
@@ -170,7 +170,7 @@ def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_f
     assert moved("select.lambda=0.3") == {"corpus_selection_state", *selected}
     assert moved("select.on_new_snapshot=resolve") == {"corpus_selection_state"}
     assert moved("select.quota=cluster") == {"corpus_selection_state", *selected}
-    settings = load_settings(None, env={})
+    settings = load_settings(os.devnull, env={})
     after = {name: set(lineage([name], settings)) for name in active(settings)}
     assert moved("models.edu=other/model") == {name for name, line in after.items() if "edu_classifier" in line}
     assert moved("source.on_bad_shard=quarantine") == {name for name, line in after.items() if "raw_shards" in line}

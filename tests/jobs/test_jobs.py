@@ -1,5 +1,7 @@
 """Which assets each job runs: what is global runs in fit_global alone."""
 
+import os
+
 import dagster as dg
 import pytest
 
@@ -17,7 +19,7 @@ SELECT = {
 
 @pytest.fixture(scope="module")
 def defs() -> dg.Definitions:
-    return build_definitions(load_settings(None, env={}))
+    return build_definitions(load_settings(os.devnull, env={}))
 
 
 @pytest.mark.parametrize(
@@ -55,4 +57,4 @@ def test_selection(defs: dg.Definitions, job: str, assets: set[str], partitioned
 
 def test_every_asset_is_in_a_job(defs: dg.Definitions) -> None:
     keys = {key for job in defs.jobs or () for key in defs.resolve_job_def(job.name).asset_layer.executable_asset_keys}
-    assert {key.to_user_string() for key in keys} == set(active(load_settings(None, env={})))
+    assert {key.to_user_string() for key in keys} == set(active(load_settings(os.devnull, env={})))
