@@ -137,7 +137,7 @@ OF_CORPUS = ("select.scope=corpus", "select.solver=certified")
     ],
 )
 def test_edges_are_those_of_the_stage_table(overrides: list[str], read_by_masks: set[str]) -> None:
-    settings = load_settings(None, overrides, env={})
+    settings = load_settings(os.devnull, overrides, env={})
     graph = build_definitions(settings).resolve_asset_graph()
     edges = {key.to_user_string(): graph.get(key).parent_keys for key in graph.get_all_asset_keys()}
     edges = {name: {key.to_user_string() for key in parents} for name, parents in edges.items()}
@@ -147,7 +147,7 @@ def test_edges_are_those_of_the_stage_table(overrides: list[str], read_by_masks:
 
 def test_the_sensor_that_solves_the_corpus_is_there_where_the_corpus_is_solved() -> None:
     def sensors(*overrides: str) -> set[str]:
-        definitions = build_definitions(load_settings(None, overrides, env={}))
+        definitions = build_definitions(load_settings(os.devnull, overrides, env={}))
         return {sensor.name for sensor in definitions.sensors or []}
 
     assert sensors() == {"new_shards", "retry_failed_snapshots"}
@@ -156,7 +156,7 @@ def test_the_sensor_that_solves_the_corpus_is_there_where_the_corpus_is_solved()
 
 def test_a_changed_setting_moves_the_code_version_of_what_reads_it_and_of_what_follows() -> None:
     def versions(*overrides: str) -> dict[str, str]:
-        specs = build_definitions(load_settings(None, overrides, env={})).resolve_all_asset_specs()
+        specs = build_definitions(load_settings(os.devnull, overrides, env={})).resolve_all_asset_specs()
         return {spec.key.to_user_string(): spec.code_version or "" for spec in specs}
 
     def moved(*overrides: str) -> set[str]:

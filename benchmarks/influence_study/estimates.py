@@ -44,7 +44,7 @@ def estimates(results: Sequence[Mapping[str, Any]], parts: Sequence[Replicates])
         found[worlds.PLACE] = {}
         for key in dict.fromkeys(key for _, part in in_worlds for key in part):
             runs = {(r["world"], r["seed"]): p[key] for r, p in in_worlds if key in p}
-            found[worlds.PLACE][key] = nested(runs, "worlds × seeds", key)
+            found[worlds.PLACE][key] = nested(runs, "runs of worlds × seeds", key)
     for result, part in zip(results, parts, strict=True):
         if result["place"] != worlds.PLACE:
             found[result["place"]] = {key: _alone(values, result, key) for key, values in part.items()}
@@ -53,7 +53,7 @@ def estimates(results: Sequence[Mapping[str, Any]], parts: Sequence[Replicates])
 
 def _alone(values: np.ndarray, result: Mapping[str, Any], key: str) -> Estimate:
     if len(values) == 1:
-        return Estimate(float(values[0]), float("nan"), float("nan"), 1, "one run")
+        return Estimate(float(values[0]), float("nan"), float("nan"), 1, "run")
     units, over = result["test"], "test trajectories"
     if key.startswith(("bar/", "overlap/")):
         units, over = len(result["chosen"]["forced"]), f"pools of {result['chosen']['from']}"

@@ -189,15 +189,18 @@ def _section(claim: Claim, results: Results, found: Found) -> list[str]:
 
 
 def _quantities(tests: Sequence[Quantity], found: Found) -> str:
-    rows = []
-    for test in tests:
-        row: dict[str, Any] = {"quantity": test.what, "rule": test.rule}
-        for place, estimates in found.items():
-            row[NAMES.get(place, place)] = _shown(estimates[test.key]) if test.key in estimates else None
-        if any(test.key in estimates for estimates in found.values()):
-            rows.append(row)
-    places = [p for p in found if any(t.key in found[p] for t in tests)]
-    return markdown_table(rows, ["quantity", "rule", *(NAMES.get(place, place) for place in places)])
+    told = [test for test in tests if any(test.key in estimates for estimates in found.values())]
+    columns = {}
+    for place, estimates in found.items():
+        known = [estimates[test.key] for test in told if test.key in estimates]
+        if known:
+            columns[f"{NAMES.get(place, place)} ({known[0].units} {known[0].over})"] = estimates
+    rows: list[dict[str, Any]] = [
+        {"quantity": test.what, "rule": test.rule}
+        | {name: _shown(of[test.key]) if test.key in of else None for name, of in columns.items()}
+        for test in told
+    ]
+    return markdown_table(rows, ["quantity", "rule", *columns])
 
 
 def _read(claim: Claim, found: Found) -> str:
@@ -298,7 +301,7 @@ def _overlap(e: Mapping[str, Estimate]) -> str:
         return f"At the largest n the two share {share:.2f}; by chance it would be {share - last.value:.2f}."
     return _sign(
         last,
-        f"Even at the largest n they share far more than chance would: {_shown(e['overlap/last'])}.",
+        f"Even at the largest n they share more than chance would: {_shown(e['overlap/last'])}.",
         "At the largest n they share less than chance would.",
         "At the largest n they share no more than chance would.",
     )
@@ -338,7 +341,7 @@ def _continuation(e: Mapping[str, Estimate]) -> str:
         ),
         _sign(
             e["continued/same clusters"],
-            "In the same clusters and budgets the individual choice leads to the lower loss, too.",
+            "In the same clusters and budgets the individual choice leads to the lower loss.",
             "In the same clusters and budgets the relation helps.",
             "In the same clusters and budgets they cannot be told apart.",
         ),
@@ -347,9 +350,9 @@ def _continuation(e: Mapping[str, Estimate]) -> str:
     words.append(
         _sign(
             free,
-            f"Without clusters the relational greedy is still the worse one, {_shown(free)}.",
-            f"Without clusters the relational greedy is the better one, {_shown(free)}: the proportional budgets of "
-            "clusters take more than the relation gives."
+            f"Without clusters the relational greedy is the worse one, {_shown(free)}.",
+            f"Without clusters the relational greedy is the better one, {_shown(free)}, so it is the proportional "
+            "budgets of clusters that cost it."
             if not _below(e["continued/individual"])
             else f"Without clusters the relational greedy is better, too, {_shown(free)}.",
             f"Without clusters the difference is {_shown(free)}.",
