@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.documents import KEEP, Documents, synthetic
-from benchmarks.measure import Row, against, at_least, at_most, machine, show
-from benchmarks.selection import keep
+from benchmarks.measure import Row, against, at_least, at_most, keep, machine, show
 from dagster_datamask.accelerator import Accelerator, resolve
 from dagster_datamask.selection.objectives import QualityDiversity
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions

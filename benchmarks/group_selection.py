@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.documents import KEEP, Documents, synthetic
-from benchmarks.measure import Row, against, in_turn, least_seconds, machine, product_seconds, show
-from benchmarks.selection import keep
+from benchmarks.measure import Row, against, in_turn, keep, least_seconds, machine, product_seconds, show
 from dagster_datamask import keyed
 from dagster_datamask.influence.relational import bracket
 from dagster_datamask.influence.selection import Picks, greedy, select_in_clusters

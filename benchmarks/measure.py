@@ -4,6 +4,7 @@ Here: works timed in turn, a child's peak memory, rows with their bars, tables a
 measured. Memory is read from /proc: Linux alone.
 """
 
+import argparse
 import importlib
 import json
 import os
@@ -11,8 +12,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,36 @@ def _shown(value: float | str | None, row: Row) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return f"{value:.{row.digits}g} {row.unit}".strip()
+
+
+def run_subjects(name: str, about: str | None, subjects: Mapping[str, Callable[[bool], list[Row]]]) -> None:
+    """The command line of a module of benchmarks: a table a subject, and how many bars are met."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=about)
+    parser.add_argument("--full", action="store_true", help="all sizes, and what takes many minutes")
+    parser.add_argument("--only", choices=subjects, help="this subject alone")
+    parser.add_argument("--out", type=Path, help="keep the figures here, as JSON")
+    arguments = parser.parse_args()
+    console = Console(width=150)
+    met = []
+    for subject_name, subject in subjects.items():
+        if arguments.only not in (None, subject_name):
+            continue
+        before, started = machine(), time.perf_counter()
+        rows = subject(arguments.full)
+        seconds = time.perf_counter() - started
+        told = f"{subject_name}: {seconds:.0f} s on {before['cores']} cores, load {before['load']:.1f} before"
+        show(told, rows, console)
+        met += [row.met for row in rows if row.met is not None]
+        if arguments.out is not None:
+            run = {"machine": before, "full": arguments.full, "seconds": seconds, "rows": [asdict(row) for row in rows]}
+            keep(arguments.out, subject_name, run)
+    console.print(f"{sum(met)} of {len(met)} bars met (a loaded machine shows worse ratios)")
+
+
+def keep(path: Path, name: str, run: dict) -> None:
+    """Put this subject's run in the place of its last."""
+    kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    path.write_text(json.dumps(kept | {name: run}, indent=1, allow_nan=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 from torch.nn import functional
 
-from benchmarks.measure import Row, against, at_most, in_turn, machine, show
-from benchmarks.selection import keep
+from benchmarks.measure import Row, against, at_most, in_turn, keep, machine, show
 from dagster_datamask import keyed
 from dagster_datamask.influence.language_model import Checkpoint, LanguageModelOptions, few_threads
 from dagster_datamask.influence.pretraining import PretrainingOptions, pretrain

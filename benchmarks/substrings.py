@@ -4,9 +4,7 @@
 (--full: all 40 MB) as one part, 50 tokens of GPT-2. The floor is what no implementation by suffix arrays avoids.
 """
 
-import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from pydivsufsort import divsufsort
-from rich.console import Console
 
-from benchmarks.measure import Row, absent, against, at_most, in_child, in_turn, machine, show
-from benchmarks.selection import keep
+from benchmarks.measure import Row, absent, against, at_most, in_child, in_turn, run_subjects
 from dagster_datamask.cleaning.substrings import BYTES_PER_BYTE, Repeats, find_repeats
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.scoring.tokenizers import load_tokenizer, token_offsets
@@ -111,19 +107,7 @@ def remembered(most: int, size: int) -> Row:
     return at_most(f"{size / 1e6:.1f} MB: peak memory, bytes a byte of text", growth / size + 1, BYTES_PER_BYTE)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.substrings", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="all pages")
-    parser.add_argument("--out", type=Path, help="keep the figures here, as JSON")
-    arguments = parser.parse_args()
-    before = machine()
-    rows = substrings(arguments.full)
-    show(f"substrings on {before['cores']} cores, load {before['load']:.1f} before", rows, Console(width=150))
-    if arguments.out is not None:
-        keep(arguments.out, "substrings", {"machine": before, "rows": [asdict(row) for row in rows]})
-
-
 SUBJECTS = {"substrings": substrings}
 
 if __name__ == "__main__":
-    main()
+    run_subjects("benchmarks.substrings", __doc__, SUBJECTS)

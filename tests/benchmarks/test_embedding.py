@@ -7,7 +7,7 @@ from benchmarks.measure import measured
 
 
 def test_every_subject_is_known_to_the_command() -> None:
-    assert set(embedding.SUBJECTS) <= set(scoring.subjects())
+    assert set(embedding.SUBJECTS) <= set(scoring.SUBJECTS)
 
 
 def test_a_pass_over_files_sees_the_arrays_values(monkeypatch: pytest.MonkeyPatch) -> None:
