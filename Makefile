@@ -61,7 +61,7 @@ dev: $(STAMP) $(HOME_OF_RUNS)/dagster.yaml
 	$(BIN)/dagster dev -w workspace.yaml
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -217,7 +217,9 @@ class TestDeadSlots:
         assert run is not None
         assert run.is_failure
 
-    @pytest.mark.parametrize("process", [f"{platform.node()}:{os.getpid()}", "another-machine:1", ""])
+    @pytest.mark.parametrize(
+        "process", [f"{platform.node()}:{os.getpid()}", "another-machine:1", ""], ids=["ours", "another", "none"]
+    )
     def test_of_a_run_that_may_live_is_left_and_told(self, disk: dg.DagsterInstance, process: str) -> None:
         run_id = self.started(disk, process)
         self.claim(disk, run_id)
