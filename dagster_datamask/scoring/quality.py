@@ -17,6 +17,8 @@ PART_MAX = 5.0
 QUALITY_MAX = 15.0
 LOW_QUANTILE = 0.001
 HIGH_QUANTILE = 0.999
+# scores that differ by less than this share of themselves are one score: scorers compute in single precision
+_EQUAL = 1e-6
 
 Combination = Literal["sum", "zscore", "rank"]
 Missing = Literal["null", "others"]
@@ -29,7 +31,7 @@ class Standard:
     zscore: a part counts 2.5 + (5/6)·z, so that quality = 7.5 + 2.5·z̄ for the weighted mean z̄ of (x − μ)/σ: three
     standard deviations below and above the sample's mean are 0 and 15. The map is linear and not clipped, for the
     objective takes mean quality, and a bent or cut scale would prefer other masks; few documents lie outside 0…15. A
-    part that is constant in the sample has no σ and counts 2.5.
+    part that is constant in the sample, but for the last digits of single precision, has no σ and counts 2.5.
 
     rank: a part counts 5·F for the share F of the sample below it, and half the share equal to it (the mid-rank), so
     quality is 15 times a weighted mean quantile. What lies beyond the sample counts 0 or 5.
@@ -53,7 +55,7 @@ class Standard:
                 "scorer": part,
                 "documents": len(sample),
                 "mean": float(sample.mean()) if len(sample) else None,
-                "sd": float(sample.std()) if len(sample) else None,
+                "sd": _spread(sample) if len(sample) else None,
                 "median": float(np.median(sample)) if len(sample) else None,
             }
             for part, sample in self.scores.items()
@@ -68,11 +70,17 @@ class Standard:
                 "score.calibration_sample or set score.combine = sum"
             )
         if self.combination == "zscore":
-            spread = float(sample.std())
+            spread = _spread(sample)
             z = (scaled - sample.mean()) / spread if spread > 0 else np.where(np.isnan(scaled), np.nan, 0.0)
             return PART_MAX / 2 + PART_MAX / 6 * z
         below, up_to = (np.searchsorted(sample, scaled, side) for side in ("left", "right"))
         return np.where(np.isnan(scaled), np.nan, PART_MAX * (below + up_to) / (2 * len(sample)))
+
+
+def _spread(ordered: np.ndarray) -> float:
+    """σ of one or more sorted scores, and 0 of a constant, which rounding of its mean would give one."""
+    constant = np.ptp(ordered) <= _EQUAL * np.abs(ordered).max()
+    return 0.0 if constant else float(ordered.std())
 
 
 def combine(

@@ -360,7 +360,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "quality_calibration",
-            "2",
+            "3",
             (
                 *_COMBINATION,
                 "score.calibration_snapshots",
@@ -462,7 +462,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "quality_scores",
-            "1",
+            "2",
             _COMBINATION,
             ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
             "quality",

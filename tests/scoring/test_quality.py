@@ -155,6 +155,30 @@ class TestStandings:
         quality, _ = combine(**one, reasons=present(2), standard=Standard.of("zscore", sample))
         np.testing.assert_allclose(quality, [7.5, 7.5])
 
+    @pytest.mark.parametrize("value", [0.018112, 0.1, 0.7, 0.0, 1.0])
+    def test_a_constant_is_one_whatever_its_mean_is_rounded_to(self, value: float) -> None:
+        """Of 1000 equal scores the mean is rounded, and their standard deviation is not always 0."""
+        rng = keyed.rng(0, "constant")
+        sample = columns_of(rng, 1000) | {"wiki": np.full(1000, value)}
+        standard = Standard.of("zscore", sample)
+        assert {row["scorer"]: row["sd"] for row in standard.told()}["wiki"] == 0.0
+        others = {"dclm": np.full(3, 0.5), "edu": np.full(3, 2.5)}
+        scored = others | {"wiki": np.clip([value, value * 1.01 + 0.001, value * 0.99], 0, 1)}
+        quality, _ = combine(**scored, reasons=present(3), standard=standard)
+        z = [(5 * 0.5 - standard.scores["dclm"].mean()) / standard.scores["dclm"].std()]
+        z.append((2.5 - standard.scores["edu"].mean()) / standard.scores["edu"].std())
+        np.testing.assert_allclose(quality, 7.5 + 5 / 6 * sum(z), rtol=1e-12)
+
+    def test_what_differs_in_the_last_digits_of_single_precision_is_constant(self) -> None:
+        noise = keyed.rng(0, "noise").integers(-2, 3, 500) * np.finfo(np.float32).eps
+        column = {"dclm": 0.3 * (1 + noise), "edu": 2.0 * (1 + noise), "wiki": 1e-5 * (1 + noise)}
+        quality, _ = combine(**column, reasons=present(500), standard=Standard.of("zscore", column))
+        assert quality.tolist() == [7.5] * 500
+        # a narrow spread is one all the same
+        narrow = {part: values * (1 + np.linspace(0, 1e-4, 500)) for part, values in column.items()}
+        quality, _ = combine(**narrow, reasons=present(500), standard=Standard.of("zscore", narrow))
+        assert quality.std() == pytest.approx(2.5, rel=1e-3)
+
     def test_a_sample_without_a_score_is_named_where_it_is_needed(self) -> None:
         sample = {"dclm": np.array([np.nan, np.nan]), "edu": np.array([1.0, np.nan]), "wiki": np.array([0.2, 0.4])}
         one = {"dclm": np.array([0.1]), "edu": np.array([2.0]), "wiki": np.array([0.3])}
