@@ -29,6 +29,7 @@ POISONED = "CC-MAIN-2024-22"
 REPOSITORY = {"repositoryName": "__repository__", "repositoryLocationName": "dagster_datamask"}
 FINISHED = ("SUCCESS", "FAILURE", "CANCELED")
 _START_SECONDS = 180
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,40 @@ class Server:
         assert launched["__typename"] == "LaunchRunSuccess", launched
         return str(launched["run"]["runId"])
 
+    def launch_job(self, job: str) -> str:
+        """The id of a run of a job that belongs to no snapshot."""
+        launched = self.query(
+            """mutation($params: ExecutionParams!) { launchRun(executionParams: $params) { __typename
+              ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }""",
+            params={"selector": {**REPOSITORY, "jobName": job}, "runConfigData": {}, "mode": "default"},
+        )["launchRun"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+        return str(launched["run"]["runId"])
+
+    def backfill_job(self, job: str, snapshots: Sequence[str]) -> str:
+        """The id of a backfill of a job over these, as its page launches it."""
+        launched = self.query(
+            """mutation($params: LaunchBackfillParams!) { launchPartitionBackfill(backfillParams: $params) {
+              __typename ... on LaunchBackfillSuccess { backfillId } ... on PythonError { message } } }""",
+            params={
+                "selector": {"repositorySelector": REPOSITORY, "partitionSetName": f"{job}_partition_set"},
+                "partitionNames": list(snapshots),
+                "title": job,
+            },
+        )["launchPartitionBackfill"]
+        assert launched["__typename"] == "LaunchBackfillSuccess", launched
+        return str(launched["backfillId"])
+
+    def reload(self) -> None:
+        """The code location anew, as its button does it: datamask.toml is read again."""
+        answer = self.query(
+            """mutation($name: String!) { reloadRepositoryLocation(repositoryLocationName: $name) {
+              ... on WorkspaceLocationEntry { locationOrLoadError { __typename
+              ... on PythonError { message } } } } }""",
+            name=REPOSITORY["repositoryLocationName"],
+        )["reloadRepositoryLocation"]
+        assert answer["locationOrLoadError"]["__typename"] == "RepositoryLocation", answer
+
     def turn(self, sensor: str, *, on: bool) -> None:
         if on:
             self.query(
@@ -245,6 +280,41 @@ def dagster_dev(folder: Path, settings: Settings, instance: Path, **environment:
         yield server
     finally:
         _stop(process)
+
+
+@pytest.fixture(scope="session")
+def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: $DATAMASK_E2E_SHOTS, which `make e2e` sets, or a temporary folder."""
+    folder = Path(os.environ.get("DATAMASK_E2E_SHOTS") or tmp_path_factory.mktemp("shots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    """A page of headless Chromium."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="browser tests need playwright: make e2e installs it"
+    )
+    browser_path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser_path is None:
+        pytest.skip("no Chromium on this machine: make e2e installs it")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=browser_path,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"],
+        )
+        page = browser.new_page(viewport={"width": 1600, "height": 1100})
+        page.set_default_timeout(60_000)
+        yield page
+        browser.close()
+
+
+def opened(page: Any, server: Server, path: str, *texts: str) -> None:
+    """Open a page and wait until every text is to be seen."""
+    page.goto(f"{server.url}{path}")
+    for text in texts:
+        page.get_by_text(text).first.wait_for()
 
 
 @pytest.fixture(scope="session")

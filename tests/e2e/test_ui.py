@@ -3,21 +3,17 @@
 Tests run in file order on one server: the pages show what the backfill and the sensor did.
 """
 
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import FINISHED, GOOD, POISONED, REPOSITORY, Server
+from tests.e2e.conftest import FINISHED, GOOD, POISONED, REPOSITORY, Server, opened
 from tests.project import SNAPSHOT_STAGES, write_shard
 
 playwright = pytest.importorskip("playwright.sync_api", reason="browser tests need playwright: make e2e installs it")
 pytestmark = pytest.mark.e2e
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _LOCATION = REPOSITORY["repositoryLocationName"]
 
 
@@ -40,37 +36,6 @@ def materialised(server: Server, asset: str) -> set[str]:
         key={"path": [asset]},
     )
     return set(data["assetNodeOrError"]["assetPartitionStatuses"]["materializedPartitions"])
-
-
-@pytest.fixture(scope="module")
-def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where screenshots go: $DATAMASK_E2E_SHOTS, which `make e2e` sets, or a temporary folder."""
-    folder = Path(os.environ.get("DATAMASK_E2E_SHOTS") or tmp_path_factory.mktemp("shots"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def page(server: Server) -> Iterator[Any]:
-    browser_path = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser_path is None:
-        pytest.skip("no Chromium on this machine: make e2e installs it")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=browser_path,
-            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"],
-        )
-        page = browser.new_page(viewport={"width": 1600, "height": 1100})
-        page.set_default_timeout(60_000)
-        yield page
-        browser.close()
-
-
-def opened(page: Any, server: Server, path: str, *texts: str) -> None:
-    """Open a page and wait until every text is to be seen."""
-    page.goto(f"{server.url}{path}")
-    for text in texts:
-        playwright.expect(page.get_by_text(text).first).to_be_visible(timeout=60_000)
 
 
 def materialise_dialog(page: Any, server: Server, asset: str) -> Any:
