@@ -20,7 +20,6 @@ from dagster_datamask.influence.language_model import Checkpoint
 from dagster_datamask.influence.pretraining import pretrain
 from dagster_datamask.influence.reference import Reference
 from dagster_datamask.influence.relational import (
-    Card,
     InfluenceModel,
     InfluenceOptions,
     fit,
@@ -44,8 +43,7 @@ RANDOM, BOOTSTRAP = "random", "bootstrap"
 TAU = 0.5
 # trajectories that are rolled out between two words of progress
 _TOGETHER = 40
-# noise of the planted relation, in standard deviations of what is planted
-_PLANTED_NOISE = 1.0
+_PLANTED_WIDTH = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,12 +176,12 @@ class Laboratory:
         return self.roll_out(documents, rows[trajectories], BOOTSTRAP)
 
     def fit(self, rollouts: Rollouts, **options: Any) -> InfluenceModel:
-        return self.fitted(rollouts.trajectories, rollouts.increments, **options)[0]
+        return self.fitted(rollouts.trajectories, rollouts.increments, **options)
 
-    def fitted(self, trajectories: np.ndarray, increments: np.ndarray, **options: Any) -> tuple[InfluenceModel, Card]:
+    def fitted(self, trajectories: np.ndarray, increments: np.ndarray, **options: Any) -> InfluenceModel:
         chosen: InfluenceOptions = self.sizes.options(self.subject.seed, **options)
         probe = self.subject.probe
-        return fit(probe.features, trajectories, increments, chosen, probe.ids, encoder=self.subject.encoder)
+        return fit(probe.features, trajectories, increments, chosen, probe.ids, encoder=self.subject.encoder)[0]
 
     def predict(self, trajectories: np.ndarray, model: InfluenceModel) -> np.ndarray:
         h = model.embed(self.subject.test.features)
@@ -198,26 +196,28 @@ class Laboratory:
         return shuffled_context(model, h, model.influence(h), trajectories, self.subject.seed)
 
     def planted(self, test: Rollouts, rollouts: Rollouts) -> dict[str, Any]:
-        """Whether the fit finds a relation that is there: increments made by Eq. 13 itself with α = β = 1, from vectors
-        that are a random projection of the features, and as much noise."""
-        subject, width = self.subject, self.sizes.width
+        """Whether the fit finds a relation that is there: increments made by Eq. 13 itself with α = β = 1, and half as
+        much noise. h is the first three principal components of the features, of unit length, so that it varies widely how
+        much a document is like those before; f is about −1, so that it is that which matters."""
+        subject = self.subject
         rng = keyed.rng(subject.seed, "study-planted", subject.name)
-        projection = rng.standard_normal((subject.probe.features.shape[1], width)) / width**0.5
-        centre = subject.probe.features.mean(axis=0)
-        head = rng.standard_normal(width)
+        centre = subject.probe.features.mean(axis=0, dtype=np.float64)
+        apart = subject.probe.features - centre
+        components = np.linalg.eigh(apart.T @ apart)[1][:, -_PLANTED_WIDTH:]
+        head = rng.standard_normal(_PLANTED_WIDTH) / 4
 
         def law(documents: Documents, trajectories: np.ndarray) -> np.ndarray:
-            h = (documents.features - centre) @ projection
+            h = (documents.features - centre) @ components
             h /= np.linalg.norm(h, axis=1, keepdims=True)
-            made = relational_influence(h, h @ head, trajectories, 1.0, 1.0)
-            return made + _PLANTED_NOISE * made.std() * rng.standard_normal(made.shape)
+            made = relational_influence(h, h @ head - 1.0, trajectories, 1.0, 1.0)
+            return made + made.std() / 2 * rng.standard_normal(made.shape)
 
         labels = law(subject.probe, rollouts.trajectories)
-        found = {
-            mode: self.fitted(rollouts.trajectories, labels, mode=mode)[0] for mode in ("individual", "relational")
-        }
         truth = law(subject.test, test.trajectories)
-        predicted = {mode: _listed(self.predict(test.trajectories, model)) for mode, model in found.items()}
+        predicted = {}
+        for mode in ("individual", "relational"):
+            model = self.fitted(rollouts.trajectories, labels, mode=mode)
+            predicted[mode] = _listed(self.predict(test.trajectories, model))
         return {"increments": _listed(truth), "predicted": predicted}
 
     def chosen(self, relational: InfluenceModel, single: InfluenceModel, brute: int) -> dict[str, Any]:

@@ -421,7 +421,7 @@ def _checks(results: Results, found: Found) -> list[str]:
         planted = e["planted/pooled"]
         told = _sign(planted, "found", "missed", "not told from none")
         lines.append(
-            f"- {NAMES.get(place, place)}: a relation planted by Eq. 13 itself, with as much noise, is {told} by the "
+            f"- {NAMES.get(place, place)}: a relation planted by Eq. 13 itself, with half as much noise, is {told} by the "
             f"same fit on the same trajectories ({_shown(planted)} over the individual model); one checkpoint probed "
             f"twice agrees with itself by {e['drift/same'].value:.6f}."
         )

@@ -99,11 +99,11 @@ class Sizes:
 HELD_OUT = 0.15
 
 WORLD = Sizes(
-    model=LanguageModelOptions(layers=2, width=64, heads=2, context=64, vocabulary=128),
-    warm_up=300,
-    later=100,
+    model=LanguageModelOptions(layers=2, width=64, heads=2, context=64, vocabulary=32),
+    warm_up=600,
+    later=200,
     batch=16,
-    rate=1e-3,
+    rate=3e-3,
     go_on=50,
     reference=16,
     held_out=128,
@@ -128,7 +128,7 @@ TEXT = Sizes(
     warm_up=300,
     later=60,
     batch=16,
-    rate=1e-3,
+    rate=2e-3,
     go_on=32,
     reference=16,
     held_out=60,

@@ -10,6 +10,8 @@ from dagster_datamask.influence.reference import of_sequences
 from dagster_datamask.influence.worlds import WorldOptions, bigram_features, world
 
 PLACE = "worlds"
+# as many as a small model learns to tell apart in the steps of its warm-up
+TOPICS, RELEVANT = 12, 4
 
 
 def of_world(number: int, seed: int, sizes: Sizes, done: Callable[[int], None]) -> Subject:
@@ -20,6 +22,8 @@ def of_world(number: int, seed: int, sizes: Sizes, done: Callable[[int], None]) 
         number,
         WorldOptions(
             vocabulary=sizes.model.vocabulary,
+            topics=TOPICS,
+            relevant=RELEVANT,
             length=sizes.model.context,
             pool=trained + sizes.probe + tested + sizes.pool,
             reference=sizes.reference,
