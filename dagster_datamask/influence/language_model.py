@@ -299,6 +299,8 @@ def _moments(folder: Path, model: "PreTrainedModel", training: dict[str, Any]) -
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     temp = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    # one of a killed process whose number this one has
+    shutil.rmtree(temp, ignore_errors=True)
     temp.mkdir(parents=True)
     try:
         yield temp

@@ -5,6 +5,7 @@ Belongs here: how bytes reach a local disk safely. Where files lie and when they
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
@@ -50,9 +51,12 @@ def write_json(path: Path, value: Any, scratch: Path | None = None) -> None:
 
 
 def remove_temps(folder: Path) -> None:
-    """Remove what killed writers left in `folder` and below it."""
-    for temp in folder.rglob(".*.tmp*"):
-        temp.unlink(missing_ok=True)
+    """Remove what killed writers left in `folder` and below it, files and whole folders."""
+    for temp in list(folder.rglob(".*.tmp*")):
+        if temp.is_dir() and not temp.is_symlink():
+            shutil.rmtree(temp)
+        else:
+            temp.unlink(missing_ok=True)
 
 
 def file_sha256(path: Path) -> str:

@@ -97,3 +97,16 @@ def test_temps_of_killed_writers_are_removed_wherever_they_lie_and_nothing_else(
     remove_temps(tmp_path)
     assert not any(path.exists() for path in stale)
     assert all(path.exists() for path in kept)
+
+
+def test_folders_that_killed_writers_left_are_removed_with_all_that_is_in_them(tmp_path: Path) -> None:
+    half = tmp_path / "training" / ".step-00000020.7.tmp"
+    (half / "tokenizer").mkdir(parents=True)
+    for inside in (half / "model.safetensors", half / "tokenizer" / "a.json", half / ".b.json.7.tmp"):
+        inside.touch()
+    whole = tmp_path / "training" / "step-00000010"
+    whole.mkdir()
+    (whole / "model.safetensors").touch()
+    remove_temps(tmp_path)
+    assert [path.name for path in (tmp_path / "training").iterdir()] == ["step-00000010"]
+    assert (whole / "model.safetensors").exists()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.stages import rollouts
 from dagster_datamask.stages.base import Outcome
+from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.group_selection import fitting
 from dagster_datamask.stages.influence import read_clusters
 from tests.conftest import SNAPSHOTS
@@ -98,8 +100,6 @@ class TestLanguageModel:
     def test_a_checkpoint_without_optimizer_state_is_refused_by_the_probe(
         self, staged: Staged, ready: Project, tmp_path: Path
     ) -> None:
-        import shutil
-
         bare = tmp_path / "bare"
         shutil.copytree(staged[1]["warmup_model"].published.folder / "checkpoint", bare)
         (bare / "optimizer.safetensors").unlink()
@@ -109,6 +109,20 @@ class TestLanguageModel:
         assert run_stage(project, "warmup_model").facts["optimizer"] == "no optimizer state"
         with pytest.raises(NoOptimizerState, match="without optimizer state"):
             run_stage(project, "stage_1/rollout_sets")
+
+    @pytest.mark.parametrize(("name", "step"), [("warmup_model", 20), ("stage_1/continued_model", 25)])
+    def test_checkpoints_half_saved_by_a_killed_run_stand_in_nobody_s_way(
+        self, staged: Staged, tmp_path: Path, name: str, step: int
+    ) -> None:
+        made = staged[1][name].published
+        project = on_a_copy(staged[0], tmp_path / "root", name.rpartition("/")[2])
+        folder = project.store.root / name / made.folder.name
+        for half in (folder / f".work/training/.step-{step:08d}.7.tmp", folder / ".checkpoint.7.tmp"):
+            half.mkdir(parents=True)
+            (half / "model.safetensors").write_bytes(b"half")
+        again = run_stage(project, name)
+        assert again.published.folder == folder
+        assert tree(folder) == tree(made.folder)
 
 
 class TestRollouts:
@@ -431,6 +445,80 @@ class TestStrategies:
             f"{name}: made with another reference"
             for name in ("stage_1/continued_model", "stage_1/rollout_sets", "stage_2/rollout_sets")
         )
+
+    def test_near_duplicates_are_not_chosen_and_a_selection_that_did_not_look_is_refused(
+        self, staged: Staged, tmp_path: Path
+    ) -> None:
+        project = on_a_copy(staged[0], tmp_path / "root").with_settings(
+            **{"clean.near_duplicates": "remove", "clean.epsilon": 0.5}
+        )
+        alike = {}
+        for snapshot in SNAPSHOTS:
+            rows = rows_of(project.stage("near_duplicates", snapshot).published)
+            alike[snapshot] = set(rows.filter(pl.col("kept_id").is_not_null())["doc_id"])
+        assert alike[FIRST] & chosen(staged[1][f"group_mates_selection {FIRST}"])
+        outcome = project.stage("fineweb_mask_manifest", FIRST)
+        assert outcome.published is None
+        why = failed(outcome)["made_under_these_settings"]["different"].split("; ")
+        assert "group_mates_selection: made without near_duplicates" in why
+        assert "stage_1/influence_scores: made without near_duplicates" in why
+        through_stages(project)
+        manifest = project.stage("fineweb_mask_manifest", FIRST)
+        assert failed(manifest) == {}
+        rows = rows_of(manifest.published)
+        assert set(rows.filter(stage="near_duplicates")["doc_id"]) == alike[FIRST]
+        assert set(rows.filter(stage="near_duplicates")["decision"]) == {"duplicate"}
+        kept = set(rows.filter(decision="kept")["doc_id"])
+        assert len(kept) == manifest.facts["kept"] > 0 and not kept & alike[FIRST]
+        back = project.with_settings(**{"clean.near_duplicates": "report"}).stage("fineweb_mask_manifest", FIRST)
+        assert "group_mates_selection: made with near_duplicates" in str(failed(back))
+
+    def test_a_model_trained_on_what_is_not_chosen_any_more_is_made_anew(self, staged: Staged, tmp_path: Path) -> None:
+        first = chosen(staged[1][f"stage_1/group_mates_selection {FIRST}"])
+        shards = sorted((Path(staged[0].settings.source.url) / "data" / FIRST).glob("*.parquet"))
+        texts = pl.concat(pl.read_parquet(shard) for shard in shards).filter(pl.col("id").is_in(first))["text"]
+        questions = tmp_path / "questions.jsonl"
+        questions.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        project = on_a_copy(staged[0], tmp_path / "root").with_settings(**{"clean.evaluation_sets": [str(questions)]})
+        fitted = ["warmup_model", "stage_1/continued_model", "stage_2/rollout_sets", "stage_2/influence_model"]
+
+        def choose(number: int) -> set[str]:
+            run_stage(project, f"stage_{number}/influence_scores", FIRST)
+            return chosen(run_stage(project, f"stage_{number}/group_mates_selection", FIRST))
+
+        def manifest() -> Outcome:
+            for name in ("influence_scores", "group_mates_selection"):
+                run_stage(project, name, FIRST)
+            return project.stage("fineweb_mask_manifest", FIRST)
+
+        for name in ("contaminated_documents", "pruned_documents", "e5_embeddings", "kmeans_clusters"):
+            project.stage(name, FIRST)
+        assert unfitted(project.store, project.settings, project.source, fitted) == {}
+        assert not choose(1) & first
+        assert unfitted(project.store, project.settings, project.source, fitted) == {
+            "stage_1/continued_model": f"trained on another choice of {FIRST} than the published one",
+            "stage_2/rollout_sets": "rests on stage_1/continued_model",
+            "stage_2/influence_model": "rests on stage_2/rollout_sets",
+        }
+        choose(2)
+        outcome = manifest()
+        assert outcome.published is None
+        assert failed(outcome)["made_under_these_settings"]["different"] == (
+            f"stage_1/continued_model: trained on another choice of {FIRST} than the published one"
+        )
+        for name in fitted[1:]:
+            run_stage(project, name)
+        assert unfitted(project.store, project.settings, project.source, fitted) == {}
+        choose(2)
+        assert failed(manifest()) == {}
+
+    def test_a_snapshot_that_comes_later_leaves_the_models_as_they_are(self, staged: Staged, tmp_path: Path) -> None:
+        project = on_a_copy(staged[0], tmp_path / "root")
+        name = "stage_1/group_mates_selection"
+        shutil.rmtree(project.store.root / name / SNAPSHOTS[1])
+        assert run_stage(project, "stage_1/continued_model").facts["snapshots"] == [FIRST]
+        run_stage(project, name, SNAPSHOTS[1])
+        assert unfitted(project.store, project.settings, project.source, ["stage_1/continued_model"]) == {}
 
     @pytest.mark.parametrize("scope", ["split", "snapshot"])
     def test_joint_masks_are_certified_and_weigh_influence(self, staged: Staged, tmp_path: Path, scope: str) -> None:
