@@ -11,16 +11,13 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from dagster_datamask import keyed
-from dagster_datamask.selection.objectives import BadInput, map_blocks, name_documents
-from dagster_datamask.selection.vectors import as_single
+from dagster_datamask.selection.objectives import BadInput, name_documents
+from dagster_datamask.selection.vectors import as_single, nearest, unit_rows
 
 # documents a cluster that k-means is fitted on, faiss's own default
 FITTED_PER_CLUSTER = 256
 # the paper's number of Lloyd's iterations
 ITERATIONS = 100
-# rows that are compared with all centroids at once, always as many
-_ROWS = 256
-_LEAST_NORM = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,9 +40,8 @@ class Clusters:
         return int((self.sizes == 0).sum())
 
     def assign(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(int64[n] the centroid of largest cosine, the lower on ties; float32[n] that cosine) of float[n, width] rows,
-        none of which depends on the others. A row of zeros has cosine 0 and is in cluster 0."""
-        return assign(vectors, self.centroids)
+        """As `selection.vectors.nearest`, of float[n, width] rows."""
+        return nearest(vectors, self.centroids)
 
 
 def fit_clusters(
@@ -75,7 +71,7 @@ def fit_clusters(
     if bad.size:
         named = name_documents(ids, rows[bad])
         raise BadInput(f"{named}: the influence vector is not finite; leave these out or embed them again")
-    sample = _unit(sample)
+    sample = unit_rows(sample)
     found = _distinct(sample, k)
     model = faiss.Kmeans(
         sample.shape[1],
@@ -89,28 +85,8 @@ def fit_clusters(
     with threadpool_limits(1, "blas"):
         model.train(sample)
     centroids = np.ascontiguousarray(model.centroids, np.float32)
-    labels, _ = assign(sample, centroids)
+    labels, _ = nearest(sample, centroids)
     return Clusters(centroids, k, len(sample), np.bincount(labels, minlength=found))
-
-
-def assign(vectors: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `Clusters.assign`, for centroids float32[k, width]. Raises ValueError naming a row that is not finite."""
-    n = len(vectors)
-    labels, cosines = np.zeros(n, np.int64), np.zeros(n, np.float32)
-
-    def nearest(a: int, b: int) -> None:
-        rows = np.zeros((_ROWS, vectors.shape[1]), np.float32)
-        rows[: b - a] = as_single(vectors[a:b])
-        if not np.isfinite(rows).all():
-            bad = a + int(np.argmin(np.isfinite(rows).all(axis=1)))
-            raise BadInput(f"row {bad}: the influence vector is not finite; leave it out or embed it again")
-        products = _unit(rows) @ centroids.T
-        best = products.argmax(axis=1)
-        labels[a:b], cosines[a:b] = best[: b - a], products[np.arange(_ROWS), best][: b - a]
-
-    with threadpool_limits(1, "blas"):
-        map_blocks(nearest, n, _ROWS)
-    return labels, cosines
 
 
 @dataclass(frozen=True)
@@ -182,8 +158,3 @@ def _distinct(rows: np.ndarray, most: int) -> int:
         if len(seen) == most:
             break
     return len(seen)
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    norms = np.sqrt(np.einsum("nd,nd->n", rows, rows))
-    return rows / np.maximum(norms, np.float32(_LEAST_NORM))[:, None]

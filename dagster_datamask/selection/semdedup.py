@@ -16,6 +16,7 @@ from dagster_datamask.accelerator import MemoryPlanError
 from dagster_datamask.selection.objectives import map_blocks
 from dagster_datamask.selection.policy_gradient import Progress
 from dagster_datamask.selection.sampling import top_s
+from dagster_datamask.selection.vectors import PRODUCT, nearest
 
 # documents of a cluster that are compared with as many others in one product
 _TILE = 1024
@@ -181,9 +182,8 @@ def _cluster(z: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.ndar
     import faiss
 
     n, d = z.shape
-    clusters, closeness = np.zeros(n, np.int32), np.zeros(n, np.float32)
     if not n:
-        return clusters, closeness
+        return np.zeros(0, np.int32), np.zeros(0, np.float32)
     model = faiss.Kmeans(
         d,
         k,
@@ -194,15 +194,8 @@ def _cluster(z: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.ndar
         max_points_per_centroid=_FITTED,
     )
     model.train(z)
-    centroids = np.asarray(model.centroids, np.float32)
-
-    def nearest(a: int, b: int) -> None:
-        cosines = z[a:b] @ centroids.T
-        clusters[a:b] = cosines.argmax(axis=1)
-        closeness[a:b] = cosines[np.arange(b - a), clusters[a:b]]
-
-    map_blocks(nearest, n, block=_ROWS)
-    return clusters, closeness
+    clusters, closeness = nearest(z, np.asarray(model.centroids, np.float32))
+    return clusters.astype(np.int32), closeness
 
 
 def _tiles(first: np.ndarray) -> list[tuple[int, int, int]]:
@@ -232,7 +225,7 @@ def _plan(n: int, d: int, k: int, memory_limit: float | None) -> None:
     """Raise MemoryPlanError where the k-means sample or the workers' products would not fit."""
     fitted = 4 * d * (min(n, _FITTED * k) + 3 * k)
     rows, tile = min(n, _ROWS), min(n, _TILE)
-    worker = max(4 * rows * k, 24 * rows * d, tile * (5 * tile + 8 * d))
+    worker = max(4 * PRODUCT * k, 24 * rows * d, tile * (5 * tile + 8 * d))
     needed = max(fitted, _WORKERS * worker) + 80 * n
     if memory_limit is not None and needed > memory_limit:
         raise MemoryPlanError(

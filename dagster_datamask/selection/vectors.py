@@ -1,7 +1,7 @@
 """Rows of embeddings as the solvers read them: stored as they came, normalised block by block on the way.
 
-Here: reading unit rows in search precision and in float64, the pass that checks and normalises, and the two concave
-metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`, the solvers).
+Here: reading unit rows in search precision and in float64, the pass that checks and normalises, the nearest of some
+centroids, and the two concave metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`, the solvers).
 """
 
 from collections.abc import Callable
@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.selection.exact import GridSum
-from dagster_datamask.selection.objectives import map_blocks
+from dagster_datamask.selection.objectives import BadInput, map_blocks
 
 # rows that stay in cache while they are read, converted and summed, and rows of one block's sum
 _CACHED = 64
 BLOCK = 1024
 # rows whose product with a matrix is taken at once
-_PRODUCT = 256
+PRODUCT = 256
 # rows that BLAS is given a multiple of
 _EVEN = 64
 # rows read at once where only a product with a vector is taken
@@ -85,11 +86,11 @@ class Vectors:
 
         def form(start: int, stop: int) -> None:
             # always as many rows, so that a row's product does not depend on how many come with it
-            rows = np.zeros((_PRODUCT, self.d), np.float32)
+            rows = np.zeros((PRODUCT, self.d), np.float32)
             rows[: stop - start] = self.unit(slice(start, stop))
             result[start:stop] = np.einsum("ij,ij->i", rows @ narrow, rows)[: stop - start]
 
-        map_blocks(form, self.n, _PRODUCT)
+        map_blocks(form, self.n, PRODUCT)
         return result
 
     def add_to(self, rows: np.ndarray, total: GridSum, costs: np.ndarray | None = None, sign: int = 1) -> None:
@@ -196,6 +197,40 @@ def as_single(rows: np.ndarray) -> np.ndarray:
         # a memory map is read-only, which `from_numpy` would warn of
         torch.from_numpy(single[a : a + step]).copy_(torch.from_dlpack(rows[a : a + step]))
     return single
+
+
+def nearest(rows: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int64[n] the centroid of largest cosine, the lower on ties; float32[n] that cosine) of float[n, d] rows, for
+    centroids float32[k, d] of unit norm.
+
+    A row's bits do not depend on the rows around it, their number or the number of threads. A row of zeros has cosine 0
+    and is in cluster 0. Raises BadInput naming a row that is not finite.
+    """
+    n = len(rows)
+    labels, cosines = np.zeros(n, np.int64), np.zeros(n, np.float32)
+
+    def block(a: int, b: int) -> None:
+        # always as many rows: BLAS takes the last few of another number in another way
+        part = np.zeros((PRODUCT, rows.shape[1]), np.float32)
+        part[: b - a] = as_single(rows[a:b])
+        finite = np.isfinite(part).all(axis=1)
+        if not finite.all():
+            raise BadInput(
+                f"row {a + int(np.argmin(finite))}: the vector is not finite; leave it out or embed it again"
+            )
+        products = unit_rows(part) @ centroids.T
+        best = products.argmax(axis=1)
+        labels[a:b], cosines[a:b] = best[: b - a], products[np.arange(PRODUCT), best][: b - a]
+
+    with threadpool_limits(1, "blas"):
+        map_blocks(block, n, PRODUCT)
+    return labels, cosines
+
+
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """float32[n, d]: rows of float32[n, d] over their norms, those of zeros as they are."""
+    norms = np.sqrt(np.einsum("nd,nd->n", rows, rows))
+    return rows / np.maximum(norms, np.float32(SHORTEST))[:, None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,9 +379,9 @@ class Second:
 
     def total(self, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         total = np.zeros((rows.shape[1], rows.shape[1]))
-        for a in range(0, len(rows), 16 * _PRODUCT):
-            part = rows[a : a + 16 * _PRODUCT]
-            total += part.T @ (part * weights[a : a + 16 * _PRODUCT, None].astype(part.dtype))
+        for a in range(0, len(rows), 16 * PRODUCT):
+            part = rows[a : a + 16 * PRODUCT]
+            total += part.T @ (part * weights[a : a + 16 * PRODUCT, None].astype(part.dtype))
         return total.ravel()
 
     def rows(self, rows: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from dagster_datamask.scoring.base import ScoredBatch, Scorer
 from dagster_datamask.scoring.encoders import Encoder, EncoderSpec, encoder_spec
 from dagster_datamask.scoring.quality import PARTS, Combination, Standard, calibrate, combine
 from dagster_datamask.scoring.text import decode_column
+from dagster_datamask.selection.vectors import nearest
 from dagster_datamask.settings import ScoreSettings, Settings, SettingsError
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
@@ -350,13 +351,6 @@ def _fit(vectors: np.ndarray, k: int, iterations: int, seed: int) -> tuple[np.nd
     for start in range(0, len(vectors), BATCH_ROWS):
         sizes += np.bincount(nearest(vectors[start : start + BATCH_ROWS], centroids)[0], minlength=k)
     return centroids, sizes
-
-
-def nearest(vectors: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int64[n] the centroid of largest cosine, lowest index on ties; float32[n] that cosine)."""
-    cosines = vectors.astype(np.float32) @ centroids.T
-    labels = cosines.argmax(axis=1)
-    return labels, cosines[np.arange(len(labels)), labels]
 
 
 def read_centroids(published: Published) -> np.ndarray:

@@ -12,13 +12,14 @@ from dagster_datamask.reporting.figures import cluster_sizes_figure
 from dagster_datamask.scoring.batching import ahead
 from dagster_datamask.scoring.encoders import Encoder, Prepared
 from dagster_datamask.scoring.text import decode_column
+from dagster_datamask.selection.vectors import nearest
 from dagster_datamask.shards import schemas
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.engine import Counts, map_shards
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
-from dagster_datamask.stages.calibration import encoder_facts, nearest, read_centroids, selection_encoder
+from dagster_datamask.stages.calibration import encoder_facts, read_centroids, selection_encoder
 from dagster_datamask.stages.classifiers import precision
 
 EMBEDDING_ROWS = 8192

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dagster_datamask.influence.clusters import assign
 from dagster_datamask.influence.selection import (
     Picks,
     budgets,
@@ -29,6 +28,7 @@ from dagster_datamask.influence.selection import (
 )
 from dagster_datamask.keyed import hash64
 from dagster_datamask.selection.budgets import largest_remainder
+from dagster_datamask.selection.vectors import nearest
 from dagster_datamask.settings import GroupMatesSettings
 from dagster_datamask.shards import shuffle
 from dagster_datamask.shards.cursor import Cursor, read_batches
@@ -203,7 +203,7 @@ class _Choice:
         there = table.take(pa.array(left)) if left.size < len(table) else table
         ids: list[str] = there["doc_id"].to_pylist()
         h, f = vectors_of(there), there["influence"].to_numpy()
-        labels, _ = assign(h, centroids)
+        labels, _ = nearest(h, centroids)
         costs = there["tokens"].to_numpy() if self._plan.unit == "tokens" else None
         picks = self._filled(h, f, labels, amount, ids, costs)
         order = _order(picks.rows, f, ids)

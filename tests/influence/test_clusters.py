@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dagster_datamask.influence import clusters as module
-from dagster_datamask.influence.clusters import assign, fit_clusters, relatedness
+from dagster_datamask.influence.clusters import fit_clusters, relatedness
 from dagster_datamask.selection.objectives import BadInput
+from dagster_datamask.selection.vectors import nearest
 
 
 def blobs(seed: int, n: int, k: int = 5, width: int = 8, spread: float = 0.05) -> tuple[np.ndarray, np.ndarray]:
@@ -40,16 +41,16 @@ def test_separate_groups_are_found() -> None:
 def test_assignment_is_the_largest_cosine() -> None:
     rng = np.random.default_rng(2)
     vectors, centroids = rng.standard_normal((700, 6)).astype(np.float32), np.eye(6, dtype=np.float32)
-    labels, _ = assign(vectors, centroids)
+    labels, _ = nearest(vectors, centroids)
     assert np.array_equal(labels, vectors.argmax(axis=1))
     order = rng.permutation(700)
-    assert np.array_equal(assign(vectors[order], centroids)[0], labels[order])
+    assert np.array_equal(nearest(vectors[order], centroids)[0], labels[order])
     for i in (0, 255, 256, 699):
-        assert tuple(x[0] for x in assign(vectors[i : i + 1], centroids)) == tuple(
-            x[i] for x in assign(vectors, centroids)
+        assert tuple(x[0] for x in nearest(vectors[i : i + 1], centroids)) == tuple(
+            x[i] for x in nearest(vectors, centroids)
         )
     # the lower of equal ones, and no direction at all
-    assert assign(np.array([[1, 1, 0, 0, 0, 0], [0] * 6], np.float32), centroids)[0].tolist() == [0, 0]
+    assert nearest(np.array([[1, 1, 0, 0, 0, 0], [0] * 6], np.float32), centroids)[0].tolist() == [0, 0]
 
 
 def test_bits_do_not_depend_on_order_or_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +112,9 @@ def test_bad_input_is_named() -> None:
     vectors[4, 2] = np.nan
     with pytest.raises(BadInput, match=r"'doc-4' \(row 4\): the influence vector is not finite"):
         fit_clusters(vectors, 3, ids=ids(20), seed=0)
-    with pytest.raises(BadInput, match="row 4: the influence vector is not finite"):
-        assign(vectors, np.eye(8, dtype=np.float32))
-    assert assign(vectors[:0], np.eye(8, dtype=np.float32))[0].shape == (0,)
+    with pytest.raises(BadInput, match="row 4: the vector is not finite"):
+        nearest(vectors, np.eye(8, dtype=np.float32))
+    assert nearest(vectors[:0], np.eye(8, dtype=np.float32))[0].shape == (0,)
 
 
 def test_relatedness_is_over_all_pairs() -> None:

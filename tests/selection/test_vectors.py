@@ -1,11 +1,13 @@
+import os
+
 import numpy as np
 import pytest
 
 from dagster_datamask.selection.exact import GridSum
-from dagster_datamask.selection.objectives import QualityDiversity
+from dagster_datamask.selection.objectives import BadInput, QualityDiversity
 from dagster_datamask.selection.pool import prepare_pool
 from dagster_datamask.selection.solve import solve
-from dagster_datamask.selection.vectors import DeviceVectors, First, Second, Vectors, as_single
+from dagster_datamask.selection.vectors import DeviceVectors, First, Second, Vectors, as_single, nearest
 
 from .oracles import ids_of, vectors
 
@@ -72,3 +74,40 @@ def test_the_solver_on_a_device_certifies_the_same_value(monkeypatch: pytest.Mon
     there = solve(f, 300, solver="certified", ids=ids_of(3000))
     assert there.value == pytest.approx(here.value, abs=1e-6)
     assert there.certificate.gap <= here.certificate.gap + 1e-6
+
+
+class TestNearest:
+    def test_it_is_the_centroid_of_largest_cosine(self) -> None:
+        centroids = np.eye(3, dtype=np.float32)
+        labels, cosines = nearest(np.array([[0.6, 0.8, 0.0], [5.0, 0.0, 0.0], [0.7, 0.7, 0.1], [0, 0, 0]]), centroids)
+        assert labels.tolist() == [1, 0, 0, 0]
+        assert cosines.dtype == np.float32 and cosines == pytest.approx([0.8, 1.0, 0.7 / 0.99**0.5, 0.0])
+        assert [x.shape for x in nearest(np.empty((0, 3)), centroids)] == [(0,), (0,)]
+
+    @pytest.mark.parametrize(("d", "k"), [(3, 1), (33, 5), (384, 20), (384, 113), (768, 100)])
+    def test_a_row_s_bits_depend_on_nothing_but_the_row(self, d: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = np.random.default_rng(d)
+        rows = vectors(rng, 1300, d, 0.5).astype(np.float16)
+        centroids = vectors(rng, k, d, 0.5).astype(np.float32)
+        centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+        labels, cosines = nearest(rows, centroids)
+        assert cosines == pytest.approx(np.clip(_cosines(rows, centroids).max(axis=1), -1, 1), abs=1e-5)
+        for size in (1, 2, 3, 7, 100, 255, 257):
+            parts = [nearest(rows[a : a + size], centroids) for a in range(0, 260, size)]
+            assert np.concatenate([part[0] for part in parts])[:260].tolist() == labels[:260].tolist()
+            assert np.concatenate([part[1] for part in parts])[:260].tobytes() == cosines[:260].tobytes()
+        order = rng.permutation(1300)
+        for cores in ({0}, {0, 1, 2}):
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: cores)
+            assert nearest(rows[order], centroids)[1].tobytes() == cosines[order].tobytes()
+
+    def test_a_row_that_is_not_finite_is_named(self) -> None:
+        rows = np.ones((300, 2), np.float32)
+        rows[[270, 280], 1] = np.nan, np.inf
+        with pytest.raises(BadInput, match="row 270: the vector is not finite; leave it out or embed it again"):
+            nearest(rows, np.eye(2, dtype=np.float32))
+
+
+def _cosines(rows: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    wide = rows.astype(np.float64)
+    return wide @ centroids.astype(np.float64).T / np.linalg.norm(wide, axis=1, keepdims=True)

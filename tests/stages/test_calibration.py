@@ -11,7 +11,7 @@ from dagster_datamask.keyed import hash64
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import BadShard
-from dagster_datamask.stages.calibration import CENTROIDS_FILE, SAMPLE_FILE, nearest, read_centroids
+from dagster_datamask.stages.calibration import CENTROIDS_FILE, SAMPLE_FILE, read_centroids
 from tests.conftest import SNAPSHOTS
 from tests.project import Project, write_shard
 from tests.stages.conftest import broken_page
@@ -102,14 +102,6 @@ def test_centroids_are_unit_vectors_and_never_more_than_distinct_vectors(project
     sizes = pa.ipc.open_file(pa.memory_map(str(fitted.path(CENTROIDS_FILE)))).read_all()["size"].to_numpy()
     assert sizes.sum() == 12
     assert facts["empty_clusters"] == (sizes == 0).sum() < 3
-
-
-def test_the_nearest_centroid_is_that_of_largest_cosine() -> None:
-    centroids = np.eye(3, dtype=np.float32)
-    labels, cosines = nearest(np.array([[0.6, 0.8, 0.0], [1.0, 0.0, 0.0], [0.7, 0.7, 0.1]]), centroids)
-    assert labels.tolist() == [1, 0, 0]
-    assert cosines == pytest.approx([0.8, 1.0, 0.7])
-    assert nearest(np.empty((0, 3)), centroids)[0].tolist() == []
 
 
 def test_without_classifiers_the_remedy_is_named(project: Project) -> None:
