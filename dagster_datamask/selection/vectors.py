@@ -1,7 +1,8 @@
 """Rows of embeddings as the solvers read them: stored as they came, normalised block by block on the way.
 
 Here: reading unit rows in search precision and in float64, the pass that checks and normalises, the nearest of some
-centroids, and the two concave metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`, the solvers).
+centroids, and the two concave metrics' features of a row (ẑ, and ẑẑᵀ). Not here: what is done with the rows (`passes`,
+the solvers).
 """
 
 from collections.abc import Callable
