@@ -174,7 +174,10 @@ _MASK = tuple((mask, _kept_by(mask)) for mask in MASKS_OF_A_SNAPSHOT)
 
 
 def _mask_without_near_duplicates(settings: Settings) -> bool:
-    return removes_near_duplicates(settings) and "clean.near_duplicates" in STAGES[mask_of(settings)].reads
+    mask = STAGES[mask_of(settings)]
+    # a part of the corpus's masks reads none itself
+    reads = "near_duplicates" in mask.needs(settings) or "clean.near_duplicates" in mask.reads
+    return removes_near_duplicates(settings) and reads
 
 
 def _baseline(
@@ -375,7 +378,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "kmeans_centroids",
-            "2",
+            "3",
             (
                 "models.encoder",
                 "models.encoder_prefix",
@@ -499,7 +502,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "kmeans_clusters",
-            "1",
+            "2",
             (),
             ("e5_embeddings", "kmeans_centroids"),
             "embeddings",

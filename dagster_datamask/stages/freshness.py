@@ -10,7 +10,7 @@ from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import FITTED, STAGES
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
-from dagster_datamask.stages.language_model import reference_identities, warm_up_identities
+from dagster_datamask.stages.language_model import chosen_since, reference_identities, warm_up_identities
 
 
 def unfitted(store: Store, settings: Settings, source: Source, names: Sequence[str] = FITTED) -> dict[str, str]:
@@ -18,7 +18,8 @@ def unfitted(store: Store, settings: Settings, source: Source, names: Sequence[s
     and models.
 
     A calibration on documents that have nothing to do with the source is no calibration; one on snapshots of which
-    some are still there stays, because what is fitted is frozen.
+    some are still there stays, because what is fitted is frozen. A language model is not, where a stage chose otherwise
+    since of a snapshot that it was trained on.
 
     Raises ModelUnavailable for a model that cannot be had, SettingsError for labels that are not there.
     """
@@ -43,6 +44,8 @@ def unfitted(store: Store, settings: Settings, source: Source, names: Sequence[s
             (made := store.published(a)) is None or made.fingerprint != published.inputs.get(a) for a in stage.inputs
         ):
             why[name] = "fitted on another generation of its inputs"
+        elif snapshots := chosen_since(store, published):
+            why[name] = f"trained on another choice of {', '.join(snapshots)} than the published one"
         elif any(published.inputs.get(model) != revision for model, revision in models[name].items()):
             why[name] = "fitted with other models or labels"
     return why

@@ -5,7 +5,8 @@ on. Not here: the model, its training and a reference set themselves (`influence
 
 One run goes through all stages: weights, moments, step and schedule of a checkpoint go on in the next, on the documents
 that the stage between chose in every snapshot published by then. Like all that is fitted, a checkpoint is frozen: a
-snapshot that comes later is chosen with it, and has no part in it.
+snapshot that comes later is chosen with it, and has no part in it. Where a stage chooses otherwise of a snapshot that it
+was trained on, the checkpoint is out of date.
 """
 
 import json
@@ -31,7 +32,7 @@ from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.cursor import Cursor
 from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.engine import BATCH_ROWS, every_seconds
-from dagster_datamask.shards.generations import Generation, NotPublished, Published
+from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, checkpoint_of, fingerprints, finish
@@ -42,6 +43,8 @@ CHECKPOINT = "checkpoint"
 WARM_UP_FILE, TRAINING_FILE = "sample.parquet", "training.json"
 TRAINED = "trained"
 _WARM_UP = "warm-up"
+# before a snapshot's name, in the inputs of continued_model
+_CHOSEN = "chosen "
 # the share of the first steps in which the learning rate rises; MATES takes 4 %, Group-MATES 6 %
 _RISING = 0.05
 _SAMPLED_TEXT_ROWS = 1000
@@ -151,7 +154,7 @@ def continued_model(run: Run, source: Source, number: int) -> Outcome:
         )
     keys = {
         **fingerprints(inputs),
-        **{f"chosen {snapshot}": published.fingerprint for snapshot, published in chosen.items()},
+        **{f"{_CHOSEN}{snapshot}": published.fingerprint for snapshot, published in chosen.items()},
         **reference_identities(run.settings),
         "precision": precision(run.accelerator),
     }
@@ -187,6 +190,18 @@ def _chosen(run: Run, number: int) -> tuple[dict[str, Published], list[str]]:
     chosen = {snapshot: run.store.current(name, snapshot) for snapshot in run.store.snapshots(name)}
     begun = run.store.snapshots(f"stage_{number}/influence_scores")
     return chosen, [snapshot for snapshot in begun if snapshot not in chosen]
+
+
+def chosen_since(store: Store, trained: Published) -> list[str]:
+    """The snapshots of which a stage chose otherwise after its continued_model was trained on its choice; of another
+    asset none. A snapshot that came later is none of them, nor one of which nothing is published any more."""
+    name = f"{trained.asset.rpartition('/')[0]}/group_mates_selection"
+    read = {key.removeprefix(_CHOSEN): made for key, made in trained.inputs.items() if key.startswith(_CHOSEN)}
+    return [
+        snapshot
+        for snapshot, made in sorted(read.items())
+        if (now := store.published(name, snapshot)) is not None and now.fingerprint != made
+    ]
 
 
 def _texts(run: Run, source: Source, chosen: Mapping[str, Published], references: "References") -> Iterator[str | None]:

@@ -30,8 +30,8 @@ from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.cleaning import CONTAMINATION, evaluation_revision
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.gneissweb import content_of_categories
-from dagster_datamask.stages.language_model import other_sources
-from dagster_datamask.stages.quality import CLEANING, QUALITY_BINS, integer_histogram
+from dagster_datamask.stages.language_model import chosen_since, other_sources
+from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
 
@@ -224,11 +224,16 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
     if "exact_substrings" in made:
         tokenizer = resolve_tokenizer(run.in_force.source.tokenizer).revision
         models["exact_substrings"] = (made["exact_substrings"].inputs["tokenizer"], tokenizer)
-    cleaned = STAGES["pruned_documents"].needs(run.in_force)
     foreign += [
-        f"pruned_documents: made {'without' if name in cleaned else 'with'} {name}"
-        for name in CLEANING
-        if (name in cleaned) != (name in made["pruned_documents"].inputs)
+        f"{name}: made {'without' if wanted(run.in_force) else 'with'} {read}"
+        for name, published in sorted(made.items())
+        for read, wanted in STAGES[name].optional
+        if wanted(run.in_force) != (read in published.inputs)
+    ]
+    foreign += [
+        f"{name}: trained on another choice of {', '.join(snapshots)} than the published one"
+        for name, published in sorted(made.items())
+        if (snapshots := chosen_since(run.store, published))
     ]
     if CONTAMINATION in made and made[CONTAMINATION].inputs["evaluation_sets"] != evaluation_revision(run.in_force):
         foreign.append(f"{CONTAMINATION}: made with other evaluation sets")
