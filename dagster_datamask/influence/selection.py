@@ -1,7 +1,7 @@
 """Selection by predicted influence: relational greedy in clusters, and the individual selections it is held against.
 
-Here: the running-sum greedy, budgets of clusters, the individual top-n with and without clusters, Gumbel top-n. Not
-here: where f, the vectors and the clusters come from (`relational`, `clusters`), files.
+Here: the running-sum greedy, budgets of clusters in documents and in tokens, the individual top-n with and without
+clusters, Gumbel top-n. Not here: where f, the vectors and the clusters come from (`relational`, `clusters`), files.
 
 The lower the influence, the better: it is the predicted change of the reference loss. Sources: Group-MATES
 (arXiv 2502.14709), Eq. 8–11 and 13; MATES (arXiv 2406.06046), section on sampling.
@@ -109,6 +109,93 @@ def select_in_clusters(
             for u, run in zip(used.tolist(), runs, strict=True)
         ]
     return _picks(pool, runs, array("q"))
+
+
+def fill_clusters(
+    h: np.ndarray,
+    f: np.ndarray,
+    labels: np.ndarray,
+    shares: Sequence[int],
+    costs: np.ndarray,
+    *,
+    alpha: float,
+    beta: float,
+    ids: Sequence[str],
+) -> Picks:
+    """`greedy` inside each cluster by itself, until its share of tokens (see `token_budgets`) is full.
+
+    costs: int64[N], each document's tokens. A cluster gives documents in the order of its greedy up to the first that
+    its share has no room for. What the shares have left in all goes to these, one a cluster, in the order of the merge,
+    passing over those that do not fit. So no cluster gives more than its share and one document, and less than the
+    costliest document is missing in all. Raises ValueError as `select_in_clusters` does, and for a share outside 0..the
+    cluster's tokens.
+    """
+    check_constants(alpha, beta)
+    pool = _pool(f, ids, labels, 0)
+    if h.ndim != 2 or len(h) != pool.size:
+        raise ValueError(f"{pool.size} documents but vectors of shape {list(h.shape)}")
+    _check_shares(pool, shares, costs)
+    runs = [_Run(members, np.zeros(h.shape[1])) for members in pool.members]
+    wanted = [
+        min(run.size, 1 + int(1.05 * share * run.size / max(1, int(_costs_of(pool, run.members, costs).sum()))))
+        for run, share in zip(runs, shares, strict=True)
+    ]
+    while True:
+        _extend(h, pool, ids, runs, wanted, alpha, beta)
+        ends = [_within(pool, run, costs, share) for run, share in zip(runs, shares, strict=True)]
+        # a cluster has gone far enough once it has met a document too many
+        if all(end < len(run.picked) or end == run.size for end, run in zip(ends, runs, strict=True)):
+            return _to_the_brim(pool, runs, ends, sum(shares), costs)
+        wanted = [
+            min(2 * len(run.picked) + 1, run.size) if end == len(run.picked) else len(run.picked)
+            for end, run in zip(ends, runs, strict=True)
+        ]
+
+
+def fill_clusters_individually(
+    f: np.ndarray, labels: np.ndarray, shares: Sequence[int], costs: np.ndarray, *, ids: Sequence[str]
+) -> Picks:
+    """The documents of lowest f of each cluster until its share of tokens is full, by the rule of `fill_clusters`."""
+    pool = _pool(f, ids, labels, 0)
+    _check_shares(pool, shares, costs)
+    runs = []
+    for members in pool.members:
+        best = np.argsort(pool.f[members], kind="stable")
+        runs.append(_Run(members, np.zeros(0), array("q", best), array("d", pool.f[members[best]])))
+    ends = [_within(pool, run, costs, share) for run, share in zip(runs, shares, strict=True)]
+    return _to_the_brim(pool, runs, ends, sum(shares), costs)
+
+
+def token_budgets(
+    f: np.ndarray,
+    labels: np.ndarray,
+    amount: int,
+    costs: np.ndarray,
+    *,
+    ids: Sequence[str],
+    rule: Literal["proportional", "influence"],
+) -> list[int]:
+    """How many tokens each cluster is to give, `amount` in all and no more than it has.
+
+    `budgets` in tokens. "proportional": by largest remainder over the clusters' tokens; "influence": as many as it has
+    among the documents of lowest f, the last of which counts as far as there is room. Raises ValueError for an amount
+    outside 0..all tokens.
+    """
+    pool = _pool(f, ids, labels, 0)
+    there = costs[pool.order]
+    held = [int(there[members].sum()) for members in pool.members]
+    if not 0 <= amount <= sum(held):
+        raise ValueError(f"budget {amount} is not between 0 and the {sum(held)} tokens of the pool")
+    if rule == "proportional":
+        return largest_remainder(amount, held, held)
+    if rule == "influence":
+        best = pool.best(pool.size)
+        ends = np.cumsum(there[best])
+        counted = np.diff(np.minimum(ends, amount), prepend=0)
+        shares = np.zeros(len(pool.members), np.int64)
+        np.add.at(shares, pool.labels[best], counted)
+        return shares.tolist()
+    raise ValueError(f"budget rule {rule!r} is neither 'proportional' nor 'influence'")
 
 
 def budgets(
@@ -244,6 +331,45 @@ def _merge(runs: list[_Run], n: int, further: bool = False) -> array:
         else:
             heapq.heappop(heads)
     return order
+
+
+def _costs_of(pool: _Pool, positions: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    return costs[pool.order[positions]]
+
+
+def _check_shares(pool: _Pool, shares: Sequence[int], costs: np.ndarray) -> None:
+    if len(shares) != len(pool.members):
+        raise ValueError(f"{len(pool.members)} clusters but {len(shares)} shares")
+    if costs.shape != (pool.size,) or not np.issubdtype(costs.dtype, np.integer) or (pool.size and costs.min() < 0):
+        raise ValueError(f"costs must be {pool.size} whole numbers, not negative")
+    for k, (members, share) in enumerate(zip(pool.members, shares, strict=True)):
+        held = int(_costs_of(pool, members, costs).sum())
+        if not 0 <= share <= held:
+            raise ValueError(f"share {share} is not between 0 and the {held} tokens of cluster {k}")
+
+
+def _within(pool: _Pool, run: _Run, costs: np.ndarray, share: int) -> int:
+    """How many of a cluster's first picks its share has room for."""
+    ends = np.cumsum(_costs_of(pool, run.members[run.picked], costs))
+    return int(np.searchsorted(ends, share, side="right"))
+
+
+def _to_the_brim(pool: _Pool, runs: list[_Run], ends: list[int], amount: int, costs: np.ndarray) -> Picks:
+    """The first ends[k] picks of each cluster and, of their next ones, by score, those that `amount` has room for."""
+    room, further = amount, []
+    for k, (run, end) in enumerate(zip(runs, ends, strict=True)):
+        room -= int(_costs_of(pool, run.members[run.picked[:end]], costs).sum())
+        if end < run.size:
+            further.append((run.scores[end], int(run.members[run.picked[end]]), k))
+    for _, position, k in sorted(further):
+        cost = int(costs[pool.order[position]])
+        if cost <= room:
+            ends[k] += 1
+            room -= cost
+    kept = [
+        _Run(run.members, run.total, run.picked[:end], run.scores[:end]) for run, end in zip(runs, ends, strict=True)
+    ]
+    return _picks(pool, kept, _merge(kept, sum(ends)))
 
 
 def _picks(pool: _Pool, runs: list[_Run], order: array) -> Picks:

@@ -13,11 +13,14 @@ from dagster_datamask.influence.selection import (
     RULES,
     Picks,
     budgets,
+    fill_clusters,
+    fill_clusters_individually,
     greedy,
     gumbel_top_k,
     individual,
     individual_in_clusters,
     select_in_clusters,
+    token_budgets,
 )
 from dagster_datamask.selection.objectives import BadInput
 
@@ -265,3 +268,93 @@ def test_bad_input_is_named() -> None:
         run(h=h[:9])
     with pytest.raises(ValueError, match="'sizes' is neither"):
         budgets(f, labels, 3, ids=ids, rule="sizes")  # type: ignore[arg-type]
+
+
+def naive_fill(
+    runs: dict[int, tuple[list[int], list[float]]], shares: list[int], costs: np.ndarray, ids: list[str]
+) -> set[int]:
+    """Rows: of each cluster's whole order all up to the first that its share has no room for; then these, by score."""
+    ties = keyed.hash64(ids, 0, "tie")
+    taken: set[int] = set()
+    further = []
+    for k, (rows, scores) in runs.items():
+        held = 0
+        for row, score in zip(rows, scores, strict=True):
+            if held + costs[row] > shares[k]:
+                further.append((score, int(ties[row]), row))
+                break
+            held += int(costs[row])
+            taken.add(row)
+    room = sum(shares) - int(costs[sorted(taken)].sum())
+    for _, _, row in sorted(further):
+        if costs[row] <= room:
+            taken.add(row)
+            room -= int(costs[row])
+    return taken
+
+
+class TestTokens:
+    @given(
+        st.integers(0, 10_000), st.integers(0, 24), st.integers(1, 5), st.sampled_from(["proportional", "influence"])
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_it_is_the_greedy_of_each_cluster_to_its_share(self, seed: int, n: int, k: int, rule: str) -> None:
+        h, f, ids = pool(seed, n)
+        rng = np.random.default_rng(seed)
+        labels, costs = rng.integers(0, k, n), rng.integers(0, 30, n)
+        amount = int(rng.integers(0, costs.sum() + 1))
+        shares = token_budgets(f, labels, amount, costs, ids=ids, rule=rule)
+        held = np.bincount(labels, weights=costs, minlength=len(shares)).astype(int).tolist()
+        assert sum(shares) == amount and all(share <= most for share, most in zip(shares, held, strict=True))
+        relational, alone = {}, {}
+        for cluster in range(len(shares)):
+            members = np.flatnonzero(labels == cluster)
+            own = [ids[i] for i in members]
+            rows, scores = naive(h[members], f[members], len(members), 0.8, 1.5, own)
+            relational[cluster] = [int(members[i]) for i in rows], scores
+            best = individual(f[members], len(members), ids=own)
+            alone[cluster] = members[best.rows].tolist(), best.scores.tolist()
+        for picks, runs in (
+            (fill_clusters(h, f, labels, shares, costs, alpha=0.8, beta=1.5, ids=ids), relational),
+            (fill_clusters_individually(f, labels, shares, costs, ids=ids), alone),
+        ):
+            assert set(picks.rows.tolist()) == naive_fill(runs, shares, costs, ids)
+            assert len(set(picks.rows.tolist())) == len(picks.rows)
+            assert amount - max(costs.max(initial=0), 1) < costs[picks.rows].sum() <= amount
+            assert [labels[row] for row in picks.rows] == picks.clusters.tolist()
+            for cluster, (rows, _) in runs.items():
+                mine = picks.rows[picks.clusters == cluster].tolist()
+                assert mine == rows[: len(mine)]
+
+    @pytest.mark.parametrize("amount", [1000, 5000, 20_000])
+    def test_clusters_of_equal_size_give_equally_whatever_their_influence(self, amount: int) -> None:
+        h, _, ids = pool(3, 400)
+        u = np.random.default_rng(3).random(400)
+        labels = np.repeat([0, 1], 200)
+        f, costs = np.where(labels == 0, u - 2, u), np.where(u < 0.5, 10, 200)
+        held = [int(costs[labels == k].sum()) for k in (0, 1)]
+        shares = token_budgets(f, labels, amount, costs, ids=ids, rule="proportional")
+        assert shares == [pytest.approx(amount * tokens / sum(held), abs=1) for tokens in held]
+        for picks in (
+            fill_clusters(h, f, labels, shares, costs, alpha=1.0, beta=1.0, ids=ids),
+            fill_clusters_individually(f, labels, shares, costs, ids=ids),
+        ):
+            given_ = np.bincount(labels[picks.rows], weights=costs[picks.rows], minlength=2)
+            assert np.abs(given_ - shares).max() < 200
+
+    def test_by_influence_a_cluster_has_the_tokens_of_its_best(self) -> None:
+        f, labels, costs = np.array([-3.0, -2.0, -1.0, 0.0]), np.array([0, 1, 0, 1]), np.array([5, 4, 3, 9])
+        ids = list("abcd")
+        shares = [token_budgets(f, labels, n, costs, ids=ids, rule="influence") for n in (0, 4, 7, 10, 13, 21)]
+        assert shares == [[0, 0], [4, 0], [5, 2], [6, 4], [8, 5], [8, 13]]
+
+    def test_what_cannot_be_is_refused(self) -> None:
+        f, labels, costs, ids = np.zeros(2), np.array([0, 1]), np.array([5, 4]), ["a", "b"]
+        with pytest.raises(ValueError, match=r"budget 10 is not between 0 and the 9 tokens of the pool"):
+            token_budgets(f, labels, 10, costs, ids=ids, rule="proportional")
+        with pytest.raises(ValueError, match=r"share 6 is not between 0 and the 5 tokens of cluster 0"):
+            fill_clusters_individually(f, labels, [6, 0], costs, ids=ids)
+        with pytest.raises(ValueError, match=r"2 clusters but 1 shares"):
+            fill_clusters(np.eye(2), f, labels, [6], costs, alpha=1.0, beta=1.0, ids=ids)
+        with pytest.raises(ValueError, match="budget rule 'global' is neither"):
+            token_budgets(f, labels, 1, costs, ids=ids, rule="global")
