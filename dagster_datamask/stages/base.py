@@ -217,7 +217,7 @@ _INFLUENCE_MODEL = (
 )
 _GROUP_SELECTION = (
     *_group_mates("method", "budgets", "tau", "stages", "seed"),
-    *("select.budget", "select.split"),
+    *("select.budget", "select.scope", "select.split"),
 )
 
 
@@ -290,7 +290,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}group_mates_selection",
-            "1",
+            "2",
             _GROUP_SELECTION,
             (
                 "pruned_documents",

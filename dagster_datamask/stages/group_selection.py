@@ -5,15 +5,16 @@ as one mask. Not here: the greedy and its controls (`influence.selection`), clus
 
 A document is chosen once: a stage chooses from what the stages before it left, and has its part of select.budget. As
 with datamask_masks a snapshot is chosen from in random splits of select.split documents, whose results have completion
-records, so a killed run goes on at the split it was in.
+records, so a killed run goes on at the split it was in; with select.scope = snapshot it is one split.
 """
 
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -21,15 +22,18 @@ import pyarrow as pa
 from dagster_datamask.influence.selection import (
     Picks,
     budgets,
+    fill_clusters,
+    fill_clusters_individually,
     gumbel_top_k,
     individual,
     individual_in_clusters,
     select_in_clusters,
+    token_budgets,
 )
 from dagster_datamask.keyed import hash64
 from dagster_datamask.selection.budgets import largest_remainder
 from dagster_datamask.selection.vectors import nearest
-from dagster_datamask.settings import GroupMatesSettings
+from dagster_datamask.settings import GroupMatesSettings, SettingsError
 from dagster_datamask.shards import shuffle
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.engine import Counts, map_shards
@@ -56,8 +60,16 @@ def stage_selection(run: Run, source: Source, snapshot: str, number: int) -> Out
     Mask columns and the cluster; score is the influence predicted at the pick (f for what was not picked), rank the
     place within its split, and what an earlier stage chose has neither. The stage's part of the budget is an equal
     share by largest remainder, of documents or of tokens.
+
+    Raises SettingsError where the budget is a number for the corpus: a stage chooses of each snapshot by itself.
     """
     stage = STAGES[f"stage_{number}/group_mates_selection"]
+    select = run.settings.select
+    if select.scope == "corpus" and not select.budget.strip().endswith("%"):
+        raise SettingsError(
+            f"select.budget = {select.budget} is for the corpus, and {stage.name} chooses each snapshot by itself; "
+            "take a share ('10%')"
+        )
     inputs = run.inputs(stage, snapshot)
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
         pool = candidates_of(run, snapshot, inputs, source, generation.work)
@@ -129,10 +141,9 @@ class _Choice:
         if not missing:
             return files
         largest, width = max(planned.sizes), self._scores.facts["width"]
+        smaller = "set select.scope = split" if self._whole else "lower select.split"
         # the split as stored and, cluster by cluster, in float32
-        self._run.accelerator.plan(
-            f"a split of {largest:,} influence vectors", largest * width * (2 + 4), "lower select.split"
-        )
+        self._run.accelerator.plan(f"a split of {largest:,} influence vectors", largest * width * (2 + 4), smaller)
         centroids = read_clusters(self._fitted)
         paths = shuffle.scatter(self._generation.work, self._schema, planned, self._rows)
         for k, path in enumerate(paths):
@@ -151,7 +162,8 @@ class _Choice:
         path = folder / "plan.json"
         if not path.exists():
             folder.mkdir(exist_ok=True)
-            planned = shuffle.plan(self._pool.ids(), self._run.settings.select.split, self._asked.seed)
+            most = sys.maxsize if self._whole else self._run.settings.select.split
+            planned = shuffle.plan(self._pool.ids(), most, self._asked.seed)
             held = [0] * len(planned.sizes)
             for table in self._rows():
                 left = table.filter(pa.compute.equal(table["stage"], 0))
@@ -245,16 +257,28 @@ class _Choice:
         )
 
     @property
+    def _whole(self) -> bool:
+        """Whether the snapshot is chosen from as one."""
+        return self._run.settings.select.scope == "snapshot"
+
+    @property
     def _in_clusters(self) -> bool:
         return self._asked.method in ("relational", "individual_in_clusters")
 
     def _filled(
         self, h: np.ndarray, f: np.ndarray, labels: np.ndarray, amount: int, ids: list[str], costs: np.ndarray | None
     ) -> Picks:
-        """The choice of `amount` documents; of tokens, as many documents as fit in the order they are chosen in."""
+        """The choice of `amount` documents; of tokens, as many documents as fit in the order they are chosen in, in
+        each cluster as far as its budget goes."""
         if costs is None:
             return self._chosen(h, f, labels, amount, ids)
-        most = min(len(ids), math.ceil(1.05 * amount / costs.mean())) if len(ids) else 0
+        asked, alpha, beta = self._asked, self._fitted.facts["alpha"], self._fitted.facts["beta"]
+        if self._has_budgets:
+            shares = token_budgets(f, labels, amount, costs, ids=ids, rule=self._rule)
+            if asked.method == "individual_in_clusters":
+                return fill_clusters_individually(f, labels, shares, costs, ids=ids)
+            return fill_clusters(h, f, labels, shares, costs, alpha=alpha, beta=beta, ids=ids)
+        most = min(len(ids), math.ceil(1.05 * amount / max(1.0, costs.mean()))) if len(ids) else 0
         while True:
             picks = self._chosen(h, f, labels, most, ids)
             if most == len(ids) or costs[picks.rows].sum() >= amount:
@@ -270,15 +294,19 @@ class _Choice:
         if asked.method == "gumbel":
             return gumbel_top_k(f, n, tau=asked.tau, ids=ids, seed=asked.seed)
         if asked.method == "individual_in_clusters":
-            return individual_in_clusters(f, labels, self._amounts(f, labels, n, ids), ids=ids)
+            return individual_in_clusters(f, labels, budgets(f, labels, n, ids=ids, rule=self._rule), ids=ids)
         alpha, beta = self._fitted.facts["alpha"], self._fitted.facts["beta"]
         return select_in_clusters(h, f, labels, n, alpha=alpha, beta=beta, ids=ids, rule=asked.budgets)
 
-    def _amounts(self, f: np.ndarray, labels: np.ndarray, n: int, ids: list[str]) -> list[int]:
+    @property
+    def _has_budgets(self) -> bool:
+        """Whether each cluster has a budget of its own; one merge of all has none."""
+        return self._in_clusters and (self._asked.method != "relational" or self._asked.budgets != "global")
+
+    @property
+    def _rule(self) -> Literal["proportional", "influence"]:
         # a merge of clusters by f alone takes the lowest f there are
-        return budgets(
-            f, labels, n, ids=ids, rule="proportional" if self._asked.budgets == "proportional" else "influence"
-        )
+        return "proportional" if self._asked.budgets == "proportional" else "influence"
 
     def _controls(self, picks: Picks, f: np.ndarray, labels: np.ndarray, ids: list[str]) -> dict[str, int]:
         """How many of the picks the individual selections would have picked as well: of the whole split, and of the
