@@ -1,7 +1,7 @@
 """Tokenizers by reference: `tokenizer.json`, or the vocabulary and merges of a byte-level BPE such as GPT-2's.
 
-Here: finding and loading one, and where its tokens lie in texts of any length. Not here: what tokens are counted or
-compared for, and tokenizers that are trained.
+Here: finding and loading one, how many tokens texts of any length have and where they lie. Not here: what tokens are
+counted or compared for, and tokenizers that are trained.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from dagster_datamask.scoring.models import PACKAGE_PREFIX, ModelUnavailable, ResolvedModel, resolve_model
 
 _FILE = "tokenizer.json"
-# vocabulary and merges, as transformers and as GPT-2's authors call them
 # characters that are tokenised at once: the library holds some 150 bytes for each of them
 _PIECE = 1 << 17
 _PIECES = 1 << 18
+# vocabulary and merges, as transformers and as GPT-2's authors call them
 _PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -71,6 +71,17 @@ def token_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[np.nda
             held.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
     if held:
         yield np.concatenate(held)
+
+
+def token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
+    """int64[n]: the tokens of each text, without special ones, in memory that no text's length adds to. Pieces are as
+    `token_offsets` has them."""
+    counts = np.zeros(len(texts), np.int64)
+    for batch in _batches((number, at, piece) for number, text in enumerate(texts) for at, piece in _pieces(text)):
+        encodings = tokenizer.encode_batch_fast([piece for _, _, piece in batch], add_special_tokens=False)
+        for (number, _, _), encoding in zip(batch, encodings, strict=True):
+            counts[number] += len(encoding)
+    return counts
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:

@@ -5,7 +5,7 @@ model. Text itself is never copied.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer
+from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_counts
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
@@ -26,7 +26,6 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
 QUARANTINED_FILE = "quarantined_shards.parquet"
 _ID_ROWS = 65_536
 _UNLIMITED = 1.0
-_GROUP_CHARACTERS = 1 << 20
 _RECOMPUTED = "token_count_recomputed"
 LIMIT_PURPOSE = "limit"
 
@@ -223,20 +222,10 @@ class _Identify:
         rows = table["row"].take(pa.array(lacking)).to_numpy() - batch.first
         texts, _ = decode_column(batch.rows.column("text").take(pa.array(rows)))
         tokens = table["token_count"].to_numpy(zero_copy_only=False).astype(np.float64)
-        for k, group in _groups(lacking, texts):
-            tokens[k] = [len(found.ids) for found in tokenizer.encode_batch_fast(group, add_special_tokens=False)]
+        tokens[lacking] = token_counts(tokenizer, [text or "" for text in texts])
         self._counted[batch.shard] += len(lacking)
         column = pa.array(tokens, from_pandas=True).cast(pa.int64())
         return table.set_column(table.schema.get_field_index("token_count"), "token_count", column)
-
-
-def _groups(rows: np.ndarray, texts: Sequence[str | None]) -> Iterator[tuple[np.ndarray, list[str]]]:
-    """Rows and their texts, of about a million characters together: what a tokenizer tells of them is fifty times as
-    much."""
-    ends = np.cumsum([len(text or "") for text in texts]) // _GROUP_CHARACTERS
-    for group in np.unique(ends):
-        at = np.flatnonzero(ends == group)
-        yield rows[at], [texts[k] or "" for k in at.tolist()]
 
 
 def _blank(texts: pa.Array | None) -> list[str | None]:

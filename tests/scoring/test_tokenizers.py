@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from dagster_datamask.scoring import tokenizers
 from dagster_datamask.scoring.models import ModelUnavailable
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_offsets
+from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_counts, token_offsets
 
 # tokens of "low lower": byte-level BPE writes a blank as Ġ
 VOCABULARY = {token: number for number, token in enumerate(["l", "o", "w", "e", "r", "Ġ", "lo", "low", "Ġlow"])}
@@ -103,6 +103,7 @@ def test_pieces_have_the_tokens_of_the_whole_where_a_blank_parts_words(
     monkeypatch.setattr(tokenizers, "_PIECE", piece)
     found = [offsets.tolist() for offsets in token_offsets(gpt2, texts)]
     assert len(found) == len(texts)
+    assert token_counts(gpt2, texts).tolist() == [len(offsets) for offsets in found]
     for text, offsets in zip(texts, found, strict=True):
         covered = {k for start, end in offsets for k in range(start, end)}
         assert covered == set(range(len(text)))
@@ -113,8 +114,33 @@ def test_pieces_have_the_tokens_of_the_whole_where_a_blank_parts_words(
     spaced = [text for text in spaced if max(map(len, text.split(" "))) < 9]
     whole = [[list(pair) for pair in gpt2.encode(text).offsets] for text in spaced]
     assert [offsets.tolist() for offsets in token_offsets(gpt2, spaced)] == whole
+    assert token_counts(gpt2, spaced).tolist() == [len(offsets) for offsets in whole]
 
 
 def test_offsets_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
     assert list(token_offsets(gpt2, [])) == []
     assert [offsets.shape for offsets in token_offsets(gpt2, ["", "a", ""])] == [(0, 2), (1, 2), (0, 2)]
+
+
+def test_counts_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
+    assert token_counts(gpt2, []).tolist() == []
+    assert token_counts(gpt2, ["", "Hello world", ""]).tolist() == [0, 2, 0]
+
+
+class Recorded:
+    """A tokenizer that remembers how many characters it was given at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self.given = tokenizer, list[int]()
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Encoding]:
+        self.given.append(sum(map(len, texts)))
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+def test_what_is_tokenised_at_once_does_not_grow_with_the_text(gpt2: Tokenizer) -> None:
+    recorded = Recorded(gpt2)
+    # a text of its own length without a blank, and one of many words
+    assert token_counts(recorded, ["7" * 600_000, "word " * 200_000]).tolist()[1] == 200_001
+    assert sum(recorded.given) == 1_600_000
+    assert max(recorded.given) <= 3 << 17

