@@ -30,6 +30,8 @@ _PLAIN = ("semdedup",)
 # those that heed no further term of the objective
 _BY_QUALITY = ("top_k", "random", "semdedup")
 EXPORT_FORMATS = ("parquet", "webdataset", "jsonl.gz", "megatron")
+# baselines that choose of what pruning left; the others choose of all scored documents
+OF_SURVIVORS = ("baseline_semdedup", "baseline_diversity", "baseline_quality")
 # whose documents a manifest can keep; `stages.base.mask_of` says which asset's mask that is
 STRATEGIES = (
     "datamask",
@@ -44,9 +46,7 @@ STRATEGIES = (
     "baseline_wiki_top",
     "baseline_ultra_fineweb",
     "baseline_gneissweb",
-    "baseline_semdedup",
-    "baseline_diversity",
-    "baseline_quality",
+    *OF_SURVIVORS,
 )
 
 
@@ -464,7 +464,7 @@ class ComputeSettings(Section):
     device: str = Field("auto", description="auto | cpu | cuda:i")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of forward passes")
     memory_limit_gb: float | None = Field(None, gt=0, description="what a stage may plan to use; null: what there is")
-    processes: int = Field(0, ge=0, description="processes that score by fastText; 0: one per core")
+    processes: int = Field(0, ge=0, description="processes that score by fastText and that roll out; 0: one per core")
 
 
 class Settings(Section):
@@ -491,7 +491,8 @@ class Settings(Section):
         self.select.check()
         self.group_mates.check()
         budget = self.select.budget.strip()
-        if self.prune.threshold == "per_snapshot" and budget.endswith("%"):
+        of_all = self.select.strategy.startswith("baseline_") and self.select.strategy not in OF_SURVIVORS
+        if self.prune.threshold == "per_snapshot" and budget.endswith("%") and not of_all:
             share = Fraction(budget[:-1].strip()) / 100
             if share > 1 - Fraction(repr(self.prune.ratio)):
                 raise ValueError(

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from dagster_datamask.settings import PROFILES, Settings, SettingsError, known_keys, load_settings, section_models
-from dagster_datamask.stages.base import STAGES
+from dagster_datamask.settings import (
+    PROFILES,
+    STRATEGIES,
+    Settings,
+    SettingsError,
+    known_keys,
+    load_settings,
+    section_models,
+)
+from dagster_datamask.stages.base import STAGES, mask_of
 
 # settings with which every one of the values below goes
 TOGETHER = (
@@ -220,7 +228,6 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         "compute.dtype",
         "compute.processes",
         "compute.memory_limit_gb",
-        "compute.processes",
     }
     assert read <= set(OTHER)
 
@@ -445,6 +452,19 @@ class TestWhatCannotBeMet:
             loaded(*(f"select.{override}" for override in overrides))
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_what_pruning_leaves_bounds_those_alone_that_choose_of_it(self, strategy: str) -> None:
+        joint = ("select.influence=1", "select.solver=certified") if strategy == "joint" else ()
+        asked = (f"select.strategy={strategy}", *joint, "prune.ratio=0.45")
+        chosen_by = STAGES[mask_of(loaded(*asked))]
+        of_vectors = "e5_embeddings" in chosen_by.inputs or strategy == "group_mates"
+        assert loaded(*asked, "select.budget=55%")
+        if of_vectors:
+            with pytest.raises(SettingsError, match=r"select\.budget = 60% cannot be met: prune\.ratio = 0\.45 leaves"):
+                loaded(*asked, "select.budget=60%")
+        else:
+            assert loaded(*asked, "select.budget=60%").select.budget == "60%"
 
     def test_a_budget_in_tokens_is_no_share_of_what_pruning_leaves(self) -> None:
         assert loaded("select.budget=2e9tok", "prune.ratio=0.9").select.in_tokens
