@@ -99,7 +99,10 @@ def read_examples(path: str | Path, limit: int, seed: int = 0, skip: int = 0) ->
         for key, rank, example in zip(
             keys, keyed.hash64([k.hex() for k in keys], seed, "reference"), batch, strict=True
         ):
-            best.setdefault(key, (int(rank), example))
+            known = best.get(key)
+            # of equal texts always the same one, wherever it stands
+            if known is None or (example.prompt, example.answer) < (known[1].prompt, known[1].answer):
+                best[key] = (int(rank), example)
         if len(best) > wanted + _READ_ROWS:
             best = _first(best, wanted)
     kept = list(_first(best, wanted).values())[skip:]

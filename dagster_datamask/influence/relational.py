@@ -651,7 +651,11 @@ class _Trainer:
         known = known[np.isfinite(known)]
         self.mean, self.sd = float(known.mean()), float(known.std())
         if not self.sd > 0:
-            raise ValueError(f"every increment to train on is {self.mean}: there is nothing to learn")
+            raise ValueError(
+                f"every increment to train on is {self.mean}: there is nothing to learn; roll out more trajectories or "
+                "of more different documents (group_mates.trajectories, steps, probe_documents), or raise the step "
+                "that is probed (group_mates.probe_lr)"
+            )
 
     def train(self, progress: Progress | None) -> tuple[InfluenceModel, int, list[float | None]]:
         """(the model of the best epoch, that epoch, counted from 1, the held-out Spearman after each)."""
@@ -682,7 +686,7 @@ class _Trainer:
                 raise ValueError(f"the fit diverged in epoch {epoch}; lower learning_rate from {options.rate:g}")
             history.append(self._held_out_spearman())
             # what cannot be ranked is no better than what was kept
-            if best == 0 or (history[-1] or -1.0) > (history[best - 1] or -1.0):
+            if best == 0 or _rank_of(history[-1]) > _rank_of(history[best - 1]):
                 best, kept = epoch, self._state()
             if progress is not None:
                 progress(epoch, options.epochs, {"loss": total / training.size, "spearman": history[-1]})
@@ -832,6 +836,11 @@ def _spearman(x: np.ndarray, y: np.ndarray) -> float | None:
     if x.size < LEAST_TRAJECTORIES or np.ptp(x) == 0 or np.ptp(y) == 0:
         return None
     return float(spearmanr(x, y).statistic)
+
+
+def _rank_of(rho: float | None) -> float:
+    """Below every ρ where there was nothing to rank."""
+    return -2.0 if rho is None else rho
 
 
 def _standardised(values: np.ndarray) -> np.ndarray:

@@ -277,7 +277,9 @@ class Prober:
         except BrokenProcessPool as error:
             self.close()
             raise RuntimeError(
-                "a process that rolls out was killed, perhaps for its memory; run it again with fewer processes"
+                "a process that rolls out was killed, perhaps for its memory, or could not start: a script of one's "
+                "own that rolls out needs `if __name__ == '__main__':`; run it again (finished files are kept), with a "
+                "smaller compute.processes if it recurs"
             ) from error
         return found
 

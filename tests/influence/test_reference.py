@@ -1,3 +1,4 @@
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,13 @@ def test_rows_without_an_answer_and_repeated_ones_are_left_out(tmp_path: Path) -
     texts = ["One  Text", None, " ", "one text", "another"]
     found = read_examples(write(tmp_path / "r.parquet", text=texts), 9)
     assert sorted((e.name, e.answer) for e in found) == [("0", "One  Text"), ("4", "another")]
+
+
+@pytest.mark.parametrize("rows", list(permutations([("", "a b"), ("", "A  B"), ("a", "b")])))
+def test_of_equal_texts_the_same_is_taken_wherever_it_stands(tmp_path: Path, rows: tuple) -> None:
+    prompts, answers = zip(*rows, strict=True)
+    found = read_examples(write(tmp_path / "r.parquet", prompt=list(prompts), answer=list(answers)), 9)
+    assert [(e.prompt, e.answer) for e in found] == [("", "A  B")]
 
 
 def test_a_keyed_order_of_texts(tmp_path: Path) -> None:

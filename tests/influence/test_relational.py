@@ -268,6 +268,18 @@ def test_what_is_not_finite_is_left_out_and_counted(rollouts: Rollouts) -> None:
     assert gaps[0] == gaps[1]
 
 
+@pytest.mark.parametrize(
+    ("found", "best"), [([-0.5, 0.0, -0.5], 2), ([0.0, -0.5, None], 1), ([None, -0.9, -0.9], 2), ([None, None, 0.0], 3)]
+)
+def test_the_best_epoch_ranks_highest_and_none_ranks_below_all(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch, found: list[float | None], best: int
+) -> None:
+    told = iter(found)
+    monkeypatch.setattr("dagster_datamask.influence.relational._Trainer._held_out_spearman", lambda self: next(told))
+    _, card = rollouts.fit(rollouts.increments(), epochs=3)
+    assert (card.best_epoch, card.history) == (best, found)
+
+
 def test_trajectories_across_the_sides_are_left_out(rollouts: Rollouts) -> None:
     mixed = np.concatenate([rollouts.trajectories[:2, :4], rollouts.trajectories[200:202, 4:]], axis=1)
     trajectories = np.concatenate([rollouts.trajectories, mixed])
@@ -310,7 +322,7 @@ def test_too_little_is_said(rollouts: Rollouts) -> None:
         run(slice(200, 240))
     with pytest.raises(ValueError, match="of 0 trajectories 0 can be used to train on"):
         run(slice(0, 0))
-    with pytest.raises(ValueError, match=r"every increment to train on is 0\.5"):
+    with pytest.raises(ValueError, match=r"is 0\.5: there is nothing to learn; roll out more .*probe_lr"):
         run(slice(0, 240), np.full((240, 8), 0.5))
 
 

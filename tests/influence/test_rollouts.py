@@ -120,7 +120,7 @@ def test_processes_and_chunks_leave_no_trace(prober: Prober) -> None:
         chosen = several.brute_force(POOL, 2)
         (killed, *_) = several._pool._processes
         os.kill(killed, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="a process that rolls out was killed"):
+        with pytest.raises(RuntimeError, match=r"that rolls out was killed.*smaller compute\.processes"):
             several.roll_out(POOL, drawn)
         # and starts anew
         assert several.roll_out(POOL, drawn).losses.tolist() == alone.tolist()
