@@ -53,6 +53,11 @@ CHECKS: dict[str, tuple[_CheckSpec, ...]] = {
     ),
     "text_duplicates": (
         ("every_earlier_snapshot_compared", False, "All earlier snapshots that were begun were compared with."),
+        (
+            "no_later_snapshot_compared_before",
+            False,
+            "No later snapshot was compared with another generation of this one, or with none.",
+        ),
     ),
     "corpus_selection_state": (
         *_OF_A_MASK,

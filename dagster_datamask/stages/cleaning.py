@@ -42,8 +42,8 @@ def text_duplicates(run: Run, source: Source, snapshot: str) -> Outcome:
     """
     stage = STAGES[DUPLICATES]
     raw = run.inputs(stage, snapshot)["raw_shards"]
-    earlier = [run.store.current(DUPLICATES, name) for name in run.store.snapshots(DUPLICATES) if name < snapshot]
-    keys = {"raw_shards": raw.fingerprint, **{f"{DUPLICATES} {p.snapshot}": p.fingerprint for p in earlier}}
+    earlier = _before(run.store, snapshot)
+    keys = {"raw_shards": raw.fingerprint, **{_compared_with(str(p.snapshot)): p.fingerprint for p in earlier}}
     reader = DocumentReader(source, raw)
     with run.generation(stage, snapshot, keys) as generation:
         sources = [*(str(published.snapshot) for published in earlier), snapshot]
@@ -93,7 +93,40 @@ def text_duplicates(run: Run, source: Source, snapshot: str) -> Outcome:
             False,
             {"waiting": "; ".join(f"{name}: {why}" for name, why in waiting.items()) or "none"},
         )
-        return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows, checks=(compared,))
+        later = _later(run.store, snapshot, generation.fingerprint)
+        in_order = Check(
+            "no_later_snapshot_compared_before",
+            not later,
+            False,
+            {"materialise_again": ", ".join(later) or "none", "order": "by name"},
+        )
+        return finish(generation, records, ".parquet", facts=facts, expected_rows=raw.rows, checks=(compared, in_order))
+
+
+def _before(store: Store, snapshot: str) -> list[Published]:
+    """What is published of text_duplicates for the snapshots before one by name, in their order."""
+    return [store.current(DUPLICATES, name) for name in store.snapshots(DUPLICATES) if name < snapshot]
+
+
+def _compared_with(snapshot: str) -> str:
+    """The name under which a snapshot is among the inputs of a later one's text_duplicates."""
+    return f"{DUPLICATES} {snapshot}"
+
+
+def _later(store: Store, snapshot: str, fingerprint: str) -> list[str]:
+    """Snapshots after this one whose documents were compared with none of its, or not with those of `fingerprint`."""
+    key = _compared_with(snapshot)
+    after = (name for name in store.snapshots(DUPLICATES) if name > snapshot)
+    return [name for name in after if store.current(DUPLICATES, name).inputs.get(key) != fingerprint]
+
+
+def overtaken(store: Store, made: Published) -> list[str]:
+    """Snapshots before that of `made`, a generation of text_duplicates, that were published or withdrawn since it
+    compared its documents with theirs, so that both may keep one text. By name."""
+    now = {_compared_with(str(p.snapshot)): p.fingerprint for p in _before(store, str(made.snapshot))}
+    then = {key: value for key, value in made.inputs.items() if key != "raw_shards"}
+    changed = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
+    return sorted(key.removeprefix(_compared_with("")) for key in changed)
 
 
 def _uncompared(store: Store, snapshot: str) -> dict[str, str]:

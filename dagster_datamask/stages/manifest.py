@@ -27,7 +27,7 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprin
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.candidates import is_scored
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
-from dagster_datamask.stages.cleaning import CONTAMINATION, evaluation_revision
+from dagster_datamask.stages.cleaning import CONTAMINATION, DUPLICATES, evaluation_revision, overtaken
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.gneissweb import content_of_categories
 from dagster_datamask.stages.language_model import chosen_since, other_sources
@@ -235,6 +235,11 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         for name, published in sorted(made.items())
         if (snapshots := chosen_since(run.store, published))
     ]
+    if DUPLICATES in made and (since := overtaken(run.store, made[DUPLICATES])):
+        foreign.append(
+            f"{DUPLICATES}: {', '.join(since)} came or changed after its documents were compared with those before; "
+            f"materialise {DUPLICATES} and what follows again, snapshot by snapshot in the order of their names"
+        )
     if CONTAMINATION in made and made[CONTAMINATION].inputs["evaluation_sets"] != evaluation_revision(run.in_force):
         foreign.append(f"{CONTAMINATION}: made with other evaluation sets")
     labels = content_of_categories(STAGES[mask_of(run.settings)], run.in_force).get("categories")

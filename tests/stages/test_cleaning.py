@@ -95,7 +95,8 @@ class TestDuplicates:
         alone = changed.stage("text_duplicates", "B")
         assert failed(alone) == {"every_earlier_snapshot_compared": {"waiting": "A: text_duplicates not published"}}
         assert alone.published is not None and alone.facts["duplicates_of_earlier"] == 0
-        changed.stage("text_duplicates", "A")
+        late = changed.stage("text_duplicates", "A")
+        assert failed(late) == {"no_later_snapshot_compared_before": {"materialise_again": "B", "order": "by name"}}
         with_a = changed.stage("text_duplicates", "B")
         assert not failed(with_a) and with_a.published.fingerprint != alone.published.fingerprint
         write_shard(repeated, "A", "002", 1, texts=["new"], ids=["a9"])
@@ -103,6 +104,54 @@ class TestDuplicates:
         assert failed(changed.stage("text_duplicates", "B")) == {
             "every_earlier_snapshot_compared": {"waiting": "A: its documents were published anew"}
         }
+
+    def test_snapshots_out_of_order_keep_no_text_twice(self, project: Project, repeated: Path) -> None:
+        """B is published before A: its manifest waits until it was compared with A, and then again when A changes."""
+        changed = project_of(project, repeated, **{"clean.duplicates": "remove", "select.budget": "1"})
+        names = [name for name in lineage(["fineweb_mask_manifest"], changed.settings) if STAGES[name].partitioned]
+
+        def run(snapshot: str) -> dict[str, Outcome]:
+            return {name: changed.stage(name, snapshot) for name in names}
+
+        def texts() -> list[str]:
+            """Texts that could be chosen, of both snapshots."""
+            found = []
+            for snapshot in ("A", "B"):
+                left = rows_of(changed.store.current("pruned_documents", snapshot))
+                ids = left.filter(pl.col("decision").is_null() | (pl.col("decision") == "pruned"))["doc_id"].to_list()
+                source = pl.read_parquet(sorted((repeated / "data" / snapshot).glob("*.parquet")))
+                found += source.filter(pl.col("id").is_in(ids)).unique("id", keep="first")["text"].to_list()
+            return sorted(found)
+
+        assert run("B")["fineweb_mask_manifest"].published
+        first = run("A")
+        assert first["fineweb_mask_manifest"].published
+        assert failed(first["text_duplicates"])["no_later_snapshot_compared_before"]["materialise_again"] == "B"
+        # what was published stays so until it is asked for again
+        assert len(texts()) == len({*texts()}) + 1
+        told = why(changed.stage("fineweb_mask_manifest", "B"))
+        assert (
+            told.startswith("text_duplicates: A came or changed after its documents were compared") and "order" in told
+        )
+        second = run("B")
+        assert second["fineweb_mask_manifest"].published and not failed(second["text_duplicates"])
+        assert len(texts()) == len({*texts()})
+        # a shard more in A holds what only B had
+        write_shard(repeated, "A", "002", 1, texts=["other words here"], ids=["a9"], tokens=[3])
+        again = run("A")
+        assert failed(again["text_duplicates"])["no_later_snapshot_compared_before"]["materialise_again"] == "B"
+        assert why(changed.stage("fineweb_mask_manifest", "B")).startswith("text_duplicates: A came or changed")
+        assert run("B")["fineweb_mask_manifest"].published
+        assert len(texts()) == len({*texts()})
+        assert not failed(run("A")["text_duplicates"])
+
+    def test_what_is_only_reported_keeps_no_manifest_back(self, project: Project, repeated: Path) -> None:
+        changed = project_of(project, repeated, **{"select.budget": "1"})
+        assert changed.full("B")["fineweb_mask_manifest"].published
+        changed.stage("text_duplicates", "B")
+        changed.stage("raw_shards", "A")
+        assert failed(changed.stage("text_duplicates", "A"))
+        assert changed.stage("fineweb_mask_manifest", "B").published
 
     def test_removed_duplicates_leave_n_and_each_group_keeps_one(self, project: Project, repeated: Path) -> None:
         changed = project_of(project, repeated, **{"clean.duplicates": "remove", "prune.ratio": 0.0})
