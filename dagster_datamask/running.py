@@ -231,8 +231,7 @@ class _Jobs:
             # the joint objective needs the last stage's scores and no model after them
             if not snapshots or (number == last and self._settings.select.influence):
                 break
-            went_on = self.fit(f"{GROUP_MATES_CONTINUE}_{number}", [f"stage_{number}/continued_model"])
-            if not went_on and number < last:
+            if not self.fit(f"{GROUP_MATES_CONTINUE}_{number}", [f"stage_{number}/continued_model"]):
                 return []
         return snapshots
 
@@ -326,7 +325,7 @@ def dry_run(settings: Settings, source: Source, snapshots: Sequence[str]) -> dic
         "embedding_bytes": embedded * dimension * 2,
         "passes_over_text": {
             "raw_shards": 2 if source.hashes_content() else 1,
-            **{name: 1 for name in of_a_snapshot(settings) if name in CLEANING},
+            **{name: 1 for name in of_a_snapshot(settings) if name in CLEANING or name.endswith("/influence_scores")},
             "scorers": 3,
             "e5_embeddings": 1,
             "fineweb_mask": 1,

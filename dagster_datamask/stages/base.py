@@ -239,10 +239,6 @@ def _weighed(number: int) -> Callable[[Settings], bool]:
     return lambda settings: settings.select.influence > 0 and settings.group_mates.stages == number
 
 
-def _fine_tunes(settings: Settings) -> bool:
-    return settings.group_mates.backbone == "fine_tuned"
-
-
 def _group_mates_stage(number: int) -> tuple[Stage, ...]:
     """What a Group-MATES stage is made of. Dagster knows no cycles, so each has its own assets; the checkpoint of one
     is what the next probes."""
@@ -250,7 +246,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
     return (
         Stage(
             f"{prefix}rollout_sets",
-            "1",
+            "2",
             (
                 *_REFERENCE,
                 *_group_mates(
@@ -259,7 +255,8 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
                 ),
                 *_INFLUENCE_MODEL,
             ),
-            (checkpoint_of(number), "quality_calibration"),
+            # what the model was trained on in any stage is not probed
+            (*(checkpoint_of(earlier) for earlier in range(1, number + 1)), "quality_calibration"),
             "group_mates",
             "Oracle influences: what single steps on probed documents, in rollouts, do to the reference loss.",
             partitioned=False,
@@ -268,7 +265,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}influence_model",
-            "1",
+            "2",
             (*_INFLUENCE_MODEL, *_group_mates("clusters")),
             (f"{prefix}rollout_sets",),
             "group_mates",
@@ -279,14 +276,14 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}influence_scores",
-            "1",
-            (),
-            ("pruned_documents", "e5_embeddings", f"{prefix}influence_model"),
+            "2",
+            tuple(sorted({*_REFERENCE, "group_mates.seed", "group_mates.backbone"})),
+            ("raw_shards", "pruned_documents", "e5_embeddings", f"{prefix}influence_model"),
             "group_mates",
             "Predicted influence of each document that can be chosen, the lower the better, and its influence vector.",
             on_accelerator=True,
             number=number,
-            optional=(("raw_shards", _fine_tunes), ("near_duplicates", removes_near_duplicates)),
+            optional=(("near_duplicates", removes_near_duplicates),),
         ),
         Stage(
             f"{prefix}group_mates_selection",
@@ -309,7 +306,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}continued_model",
-            "1",
+            "2",
             tuple(sorted({*_LANGUAGE_MODEL, *_REFERENCE, *_GROUP_SELECTION})),
             (checkpoint_of(number), f"{prefix}influence_model"),
             "group_mates",
@@ -642,7 +639,7 @@ STAGES: dict[str, Stage] = {
         _baseline("quality", "Quality alone (lambda = 1) of what pruning left, with its bound.", of_vectors=True),
         Stage(
             "fineweb_mask_manifest",
-            "3",
+            "4",
             ("select.strategy",),
             (
                 "raw_shards",

@@ -32,6 +32,7 @@ from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.candidates import Candidates
 from dagster_datamask.stages.classifiers import precision
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
+from dagster_datamask.stages.language_model import reference_identities, reference_texts
 from dagster_datamask.stages.rollouts import (
     fitting_progress,
     influence_keys,
@@ -210,15 +211,20 @@ def candidates_of(run: Run, snapshot: str, inputs: dict[str, Published], source:
 def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcome:
     """Publish influence and influence vector (Arrow, float16) of every document of the snapshot that can be chosen.
 
-    With a frozen encoder the stored vectors are all that is read; a fine-tuned one reads the texts again.
-    Raises ValueError where model and vectors come from different encoders.
+    The texts are read to prove that none is a reference row's, and by a fine-tuned encoder; a frozen one's vectors are
+    stored. Raises OverlapError naming the documents that have a reference row's text, and ValueError where model and
+    vectors come from different encoders.
     """
     stage = STAGES[f"stage_{number}/influence_scores"]
     inputs = run.inputs(stage, snapshot)
     fitted, embedded = inputs[f"stage_{number}/influence_model"], inputs["e5_embeddings"]
-    reads_text = "raw_shards" in inputs
-    keys = {**fingerprints(inputs), **({"precision": precision(run.accelerator)} if reads_text else {})}
-    if not reads_text and fitted.inputs["encoder"] != embedded.inputs["encoder"]:
+    fine_tuned = run.settings.group_mates.backbone == "fine_tuned"
+    keys = {
+        **fingerprints(inputs),
+        **reference_identities(run.settings),
+        **({"precision": precision(run.accelerator)} if fine_tuned else {}),
+    }
+    if not fine_tuned and fitted.inputs["encoder"] != embedded.inputs["encoder"]:
         raise ValueError(
             f"{fitted.asset} was fitted to vectors of another encoder than e5_embeddings of {snapshot} has; run the "
             f"job group_mates_fit_{number} again, or embed the snapshot again"
@@ -227,12 +233,16 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
     with run.generation(stage, snapshot, keys) as generation:
         scratch = generation.work
         pool = candidates_of(run, snapshot, inputs, source, scratch)
+        reader, references = DocumentReader(source, inputs["raw_shards"]), reference_texts(run.settings)
 
         def read(shard: str) -> Iterator[tuple[pa.ChunkedArray, np.ndarray | list[str]]]:
-            if reads_text:
-                yield from _texts(DocumentReader(source, inputs["raw_shards"]), pool, shard, scratch)
-                return
-            for table in pool.batches(shard):
+            for ids, texts in _texts(reader, pool, shard, scratch):
+                references.refuse(
+                    f"the documents of {snapshot} that can be chosen", zip(ids.to_pylist(), texts, strict=True)
+                )
+                if fine_tuned:
+                    yield ids, texts
+            for table in () if fine_tuned else pool.batches(shard):
                 yield table["doc_id"], vectors_of(table)
 
         def kernel() -> "_Predict":

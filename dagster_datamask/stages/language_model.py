@@ -5,8 +5,8 @@ on. Not here: the model, its training and a reference set themselves (`influence
 
 One run goes through all stages: weights, moments, step and schedule of a checkpoint go on in the next, on the documents
 that the stage between chose in every snapshot published by then. Like all that is fitted, a checkpoint is frozen: a
-snapshot that comes later is chosen with it, and has no part in it. Where a stage chooses otherwise of a snapshot that it
-was trained on, the checkpoint is out of date.
+snapshot that comes later is chosen with it, and has no part in it. Where a stage chooses otherwise of a snapshot that
+it was trained on, the checkpoint is out of date.
 """
 
 import json
@@ -23,26 +23,27 @@ from tokenizers import Tokenizer
 from dagster_datamask.influence import tokens
 from dagster_datamask.influence.language_model import Checkpoint, LanguageModelOptions, load_checkpoint, new_checkpoint
 from dagster_datamask.influence.pretraining import Pretrained, PretrainingOptions, pretrain
-from dagster_datamask.influence.reference import Example, Kept, Reference, build_reference, read_examples
+from dagster_datamask.influence.reference import Example, Kept, Reference, build_reference, read_examples, text_key
 from dagster_datamask.influence.rollouts import ProbeOptions, Prober
 from dagster_datamask.reporting.figures import trajectory_figure
 from dagster_datamask.scoring.models import content_revision, resolve_model
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.settings import Settings, SettingsError
-from dagster_datamask.shards.cursor import Cursor
+from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.engine import BATCH_ROWS, every_seconds
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.source import Source
-from dagster_datamask.shards.writer import table_file, write_json
+from dagster_datamask.shards.writer import count_rows, table_file, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, checkpoint_of, fingerprints, finish
 from dagster_datamask.stages.calibration import passing_over_bad_shards, pick_groups, picked_identity, sample_texts
 from dagster_datamask.stages.classifiers import precision
 
 CHECKPOINT = "checkpoint"
-WARM_UP_FILE, TRAINING_FILE = "sample.parquet", "training.json"
+WARM_UP_FILE, TRAINING_FILE, TRAINED_ON_FILE = "sample.parquet", "training.json", "trained_on.arrow"
 TRAINED = "trained"
 _WARM_UP = "warm-up"
+_TRAINED_ON = pa.schema([("text_key", pa.binary(16))])
 # before a snapshot's name, in the inputs of continued_model
 _CHOSEN = "chosen "
 # the share of the first steps in which the learning rate rises; MATES takes 4 %, Group-MATES 6 %
@@ -163,11 +164,13 @@ def continued_model(run: Run, source: Source, number: int) -> Outcome:
             tokenizer, checkpoint = open_checkpoint(start)
             references = open_references(run.settings, tokenizer, checkpoint.context)
             before = references.losses(checkpoint, run)
-            texts = _texts(run, source, chosen, references)
+            keys_of = generation.folder / TRAINED_ON_FILE
+            texts = _texts(run, source, chosen, references, keys_of)
             planned = start.facts["planned_steps"]
             until = checkpoint.step + asked.continue_steps
             trained, packed = _train(run, generation, checkpoint, tokenizer, texts, planned, until)
             after = references.losses(trained.checkpoint, run)
+            generation.complete(TRAINED_ON_FILE, "", rows=count_rows(keys_of), rows_in=0, counts={})
             _write_training(
                 generation,
                 trained.checkpoint,
@@ -181,7 +184,8 @@ def continued_model(run: Run, source: Source, number: int) -> Outcome:
                 },
             )
         everywhere = Check("every_snapshot_chosen", not missing, False, {"missing": ", ".join(missing) or "none"})
-        return _finish(run, generation, {"stage": number, "snapshots": sorted(chosen)}, [], (everywhere,))
+        told = {"stage": number, "snapshots": sorted(chosen)}
+        return _finish(run, generation, told, [TRAINED_ON_FILE], (everywhere,))
 
 
 def _chosen(run: Run, number: int) -> tuple[dict[str, Published], list[str]]:
@@ -204,8 +208,20 @@ def chosen_since(store: Store, trained: Published) -> list[str]:
     ]
 
 
-def _texts(run: Run, source: Source, chosen: Mapping[str, Published], references: "References") -> Iterator[str | None]:
-    """The chosen documents' texts, each proved to be no reference row's."""
+def _texts(
+    run: Run, source: Source, chosen: Mapping[str, Published], references: "References", keys_of: Path
+) -> Iterator[str | None]:
+    """The chosen documents' texts, each proved to be no reference row's; their keys are written to `keys_of`."""
+    with table_file(keys_of, _TRAINED_ON) as writer:
+        for texts in _chosen_texts(run, source, chosen, references):
+            keys = [text_key(text) for text in texts if text]
+            writer.write(pa.table({"text_key": keys}, schema=_TRAINED_ON))
+            yield from texts
+
+
+def _chosen_texts(
+    run: Run, source: Source, chosen: Mapping[str, Published], references: "References"
+) -> Iterator[list[str | None]]:
     told = every_seconds(run.log, "reading what was chosen", "documents")
     total = sum(published.counts.get("kept", 0) for published in chosen.values())
     done = 0
@@ -220,10 +236,30 @@ def _texts(run: Run, source: Source, chosen: Mapping[str, Published], references
                 ids = batch.ids.take(pa.array(kept)).to_pylist()
                 names = [f"{snapshot}/{doc_id}" for doc_id in ids]
                 references.refuse("the documents that were chosen", zip(names, texts, strict=True))
-                yield from texts
+                yield texts
                 done += len(texts)
                 told(done, total, f"{snapshot} {shard}")
             cursor.end()
+
+
+def trained_on(published: Published) -> Iterator[list[bytes]]:
+    """The keys (`text_key`) of the texts that a language model took its own steps on, some at a time: none for one that
+    was given."""
+    if published.asset == "warmup_model":
+        for table in warmed_up_on(published):
+            yield [text_key(text) for text in table["text"].to_pylist() if text]
+        return
+    for table in read_batches(published.path(TRAINED_ON_FILE), None, BATCH_ROWS):
+        yield table["text_key"].to_pylist()
+
+
+def warmed_up_on(published: Published) -> Iterator[pa.Table]:
+    """snapshot, doc_id and text of what the warm-up model was trained on here."""
+    path = published.folder / WARM_UP_FILE
+    if path.exists():
+        with pq.ParquetFile(path) as parquet:
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=["snapshot", "doc_id", "text"]):
+                yield pa.Table.from_batches([batch])
 
 
 def _train(
@@ -375,16 +411,26 @@ def open_references(settings: Settings, tokenizer: Tokenizer, context: int) -> R
 
     Raises SettingsError where there is no reference set, OverlapError where the two share a text.
     """
-    asked = settings.group_mates
-    check_reference(settings)
-    limit = asked.reference_documents
-    sets: dict[str, list[Example]] = {"group_mates.reference": read_examples(asked.reference, limit, asked.seed)}
-    if asked.held_out:
-        skip = limit if asked.held_out == asked.reference else 0
-        sets["group_mates.held_out"] = read_examples(asked.held_out, limit, asked.seed, skip)
+    sets = _reference_sets(settings)
     kept = Kept.of(sets)
     built = {name: build_reference(tokenizer, examples, context) for name, examples in sets.items()}
     return References(built["group_mates.reference"], built.get("group_mates.held_out"), kept)
+
+
+def reference_texts(settings: Settings) -> Kept:
+    """The texts of both reference sets, to look documents up among. Raises as `open_references`."""
+    return Kept.of(_reference_sets(settings))
+
+
+def _reference_sets(settings: Settings) -> dict[str, list[Example]]:
+    asked = settings.group_mates
+    check_reference(settings)
+    limit = asked.reference_documents
+    sets = {"group_mates.reference": read_examples(asked.reference, limit, asked.seed)}
+    if asked.held_out:
+        skip = limit if asked.held_out == asked.reference else 0
+        sets["group_mates.held_out"] = read_examples(asked.held_out, limit, asked.seed, skip)
+    return sets
 
 
 def reference_identities(settings: Settings) -> dict[str, str]:

@@ -3,15 +3,16 @@
 Here: the probed documents, the trajectories of both policies, and their records chunk by chunk. Not here: one
 optimizer step and its reference loss (`influence.rollouts`), the model that is fitted to them (`stages.influence`).
 
-What is probed are the survivors of quality_calibration's recorded sample, by keyed hash, without those that the model
-was warmed up on. So a snapshot's run cannot move it. Trajectories are drawn inside the training side and inside the
-held-out side of the documents, so that a model can be measured on documents that it has not seen.
+What is probed are the survivors of quality_calibration's recorded sample, by keyed hash, without those whose text the
+model was trained on, in the warm-up or in a stage. So a snapshot's run alone cannot move it. Of equal texts one is
+probed, and of rows of one id the first, as everywhere. Trajectories are drawn inside the training side and inside the
+held-out side of the documents, so that a model can be measured on texts that it has not seen.
 
 A chunk of trajectories is a unit of work with a completion record: a killed run goes on at the chunk it was in.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 
 from dagster_datamask.influence import tokens
 from dagster_datamask.influence.bootstrap import bootstrap_trajectories
+from dagster_datamask.influence.reference import text_key
 from dagster_datamask.influence.relational import (
     LEAST_TRAJECTORIES,
     InfluenceModel,
@@ -44,11 +46,12 @@ from dagster_datamask.stages.calibration import SAMPLE_FILE, selection_encoder
 from dagster_datamask.stages.classifiers import precision
 from dagster_datamask.stages.embeddings import vectors_of
 from dagster_datamask.stages.language_model import (
-    WARM_UP_FILE,
     References,
     open_checkpoint,
     open_references,
     reference_identities,
+    trained_on,
+    warmed_up_on,
 )
 
 DOCUMENTS_FILE = "documents.arrow"
@@ -69,19 +72,22 @@ def rollout_sets(run: Run, number: int) -> Outcome:
     stage = STAGES[f"stage_{number}/rollout_sets"]
     asked = run.settings.group_mates
     inputs = run.inputs(stage, None)
-    start, calibration = inputs[checkpoint_of(number)], inputs["quality_calibration"]
+    start = inputs[checkpoint_of(number)]
     keys = {**fingerprints(inputs), **influence_keys(run), **reference_identities(run.settings)}
     with run.generation(stage, None, keys) as generation:
         tokenizer, checkpoint = open_checkpoint(start)
         references = open_references(run.settings, tokenizer, checkpoint.context)
-        record = _documents(run, generation, calibration, tokenizer, checkpoint.context, references)
+        record = _documents(run, generation, inputs, tokenizer, checkpoint.context, references)
         probed = _Probed.read(generation.folder, asked.validation, asked.seed)
         probed.check(asked)
         documents = tokens.encode(tokenizer, probed.names, probed.texts, checkpoint.context).tokens
         made = [record]
         options = ProbeOptions(lr=asked.probe_lr, beta1=asked.beta1)
-        with Prober(checkpoint, references.reference, options, accelerator=run.accelerator) as prober:
-            # the same trajectories at every checkpoint: what differs between stages is the model's doing
+        processes = run.settings.compute.processes or None
+        with Prober(
+            checkpoint, references.reference, options, accelerator=run.accelerator, processes=processes
+        ) as prober:
+            # the same draws at every checkpoint; documents leave the pool once a stage trained on them
             draw = _random(probed, asked.steps, asked.seed)
             made += _roll_out(run, generation, probed, documents, prober, RANDOM, asked.trajectories, draw)
             if asked.bootstrap_trajectories:
@@ -93,7 +99,7 @@ def rollout_sets(run: Run, number: int) -> Outcome:
         facts = {
             "documents": record.rows,
             "held_out_documents": int(probed.held_out.sum()),
-            "cut_to_context": record.source["cut"],
+            **record.source,
             "trajectories": asked.trajectories,
             "bootstrap_trajectories": asked.bootstrap_trajectories,
             "steps": asked.steps,
@@ -115,7 +121,7 @@ def rollout_sets(run: Run, number: int) -> Outcome:
 def _documents(
     run: Run,
     generation: Generation,
-    calibration: Published,
+    inputs: Mapping[str, Published],
     tokenizer: Tokenizer,
     context: int,
     references: References,
@@ -125,16 +131,10 @@ def _documents(
     if record is not None:
         return record
     asked = run.settings.group_mates
-    seen: set[str] = set()
-    for table in _warmed_up_on(run.current("warmup_model", None)):
-        names = _names(table)
-        references.refuse("the documents of the warm-up", zip(names, table["text"].to_pylist(), strict=True))
-        seen.update(names)
-    sample = pq.read_table(calibration.path(SAMPLE_FILE), columns=["snapshot", "doc_id", "text", "quality"])
-    survives = pc.greater_equal(sample["quality"], calibration.facts["prune_threshold"])
-    sample = sample.filter(pc.fill_null(survives, False))
-    fresh = [name not in seen for name in _names(sample)]
-    sample = sample.filter(pa.array(fresh, pa.bool_()))
+    for table in warmed_up_on(inputs["warmup_model"]):
+        rows_of_it = zip(_names(table), table["text"].to_pylist(), strict=True)
+        references.refuse("the documents of the warm-up", rows_of_it)
+    sample, left_out = _fresh(inputs)
     order = np.argsort(hash64(_names(sample), asked.seed, "probe"), kind="stable")[: asked.probe_documents]
     sample = sample.take(pa.array(order))
     names, texts = _names(sample), sample["text"].to_pylist()
@@ -166,16 +166,40 @@ def _documents(
         rows=len(table),
         rows_in=len(names),
         counts={"probed": len(table), "nothing_to_probe": len(names) - len(table)},
-        source={"cut": int((table["tokens"].to_numpy() > context).sum())},
+        source={"cut_to_context": int((table["tokens"].to_numpy() > context).sum()), **left_out},
     )
 
 
-def _warmed_up_on(warmed_up: Published) -> Iterator[pa.Table]:
-    path = warmed_up.folder / WARM_UP_FILE
-    if path.exists():
-        with pq.ParquetFile(path) as parquet:
-            for batch in parquet.iter_batches(BATCH_ROWS, columns=["snapshot", "doc_id", "text"]):
-                yield pa.Table.from_batches([batch])
+def _fresh(inputs: Mapping[str, Published]) -> tuple[pa.Table, dict[str, int]]:
+    """(snapshot, doc_id, text of the sample's survivors of which no other row has the text and on whose text no model
+    was trained, how many rows are none for which of these reasons)."""
+    calibration = inputs["quality_calibration"]
+    sample = pq.read_table(calibration.path(SAMPLE_FILE), columns=["snapshot", "doc_id", "text", "quality"])
+    # the sample holds rows of one id in their order in the snapshot
+    own = _firsts(_names(sample))
+    repeated_ids = len(sample) - len(own)
+    sample = sample.take(own)
+    survives = pc.greater_equal(sample["quality"], calibration.facts["prune_threshold"])
+    sample = sample.filter(pc.fill_null(survives, False))
+    keys = [text_key(text or "") for text in sample["text"].to_pylist()]
+    wanted = set(keys)
+    models = [published for name, published in inputs.items() if name != calibration.asset]
+    trained = {key for published in models for some in trained_on(published) for key in wanted.intersection(some)}
+    fresh = pa.array([key not in trained for key in keys], pa.bool_())
+    different = _firsts([key for key in keys if key not in trained])
+    return sample.filter(fresh).take(different), {
+        "repeated_ids": repeated_ids,
+        "trained_on": sum(key in trained for key in keys),
+        "repeated_texts": (pc.sum(fresh).as_py() or 0) - len(different),
+    }
+
+
+def _firsts(values: Sequence[str | bytes]) -> pa.Array:
+    """The places where a value stands for the first time, ascending."""
+    first: dict[str | bytes, int] = {}
+    for place, value in enumerate(values):
+        first.setdefault(value, place)
+    return pa.array(first.values(), pa.int64())
 
 
 def _names(table: pa.Table) -> list[str]:
@@ -245,6 +269,7 @@ def _random(probed: _Probed, steps: int, seed: int) -> Draw:
 def _bootstrap(run: Run, generation: Generation, probed: _Probed) -> Draw:
     """The policy by the first model: random trajectories alone, fitted once."""
     asked = run.settings.group_mates
+    relational = asked.mode == "relational"
     record = generation.record(_INITIAL_CARD, "")
     if record is None:
         data = _read(generation.folder, probed, RANDOM)
@@ -266,7 +291,8 @@ def _bootstrap(run: Run, generation: Generation, probed: _Probed) -> Draw:
     def draw(rows: np.ndarray, count: int, first: int) -> np.ndarray:
         h = model.embed(probed.features_of(rows))
         return bootstrap_trajectories(
-            model.relation(h),
+            # an individual model knows no relation: 0 to all, and the bracket is 1
+            model.relation(h) if relational else np.zeros((len(rows), 1), np.float32),
             model.influence(h),
             [probed.names[i] for i in rows.tolist()],
             count,

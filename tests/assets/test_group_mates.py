@@ -123,6 +123,26 @@ def test_the_job_full_says_what_has_to_run_first(staged: Staged, tmp_path: Path)
         assert {"e5_embeddings", "kmeans_clusters"} <= materialised(result)
 
 
+def test_no_manifest_is_written_where_the_last_model_cannot_be_made(
+    staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverges(*args: object, **named: object) -> None:
+        raise ValueError("step 26: the loss is nan")
+
+    root = tmp_path / "root"
+    shutil.copytree(staged.settings.storage.root, root)
+    shutil.rmtree(root / "stage_2" / "continued_model")
+    monkeypatch.setattr("dagster_datamask.stages.language_model.pretrain", diverges)
+    settings = staged.settings.replace({"storage.root": str(root)})
+    with dg.DagsterInstance.ephemeral() as instance:
+        runs = running.materialise(settings, Source(settings.source.url), [GOOD], instance)
+    assert [(run.name, run.success) for run in runs[-2:]] == [
+        (f"{GOOD} group_mates_select_2", True),
+        ("group_mates_continue_2", False),
+    ]
+    assert "the loss is nan" in (runs[-1].failure or "")
+
+
 def test_without_a_reference_set_nothing_is_run(staged: Staged) -> None:
     settings = staged.settings.replace({"group_mates.reference": ""})
     with (
@@ -139,7 +159,9 @@ def test_the_graph_shows_which_checkpoint_chose_which_documents(staged: Staged) 
 
     settings = staged.settings
     assert parents(settings, "stage_1", "rollout_sets") == {"warmup_model", "quality_calibration"}
-    assert parents(settings, "stage_2", "rollout_sets") == {"stage_1/continued_model", "quality_calibration"}
+    assert parents(settings, "stage_2", "rollout_sets") == {
+        *("warmup_model", "stage_1/continued_model", "quality_calibration")
+    }
     assert parents(settings, "stage_2", "continued_model") == {"stage_1/continued_model", "stage_2/influence_model"}
     assert "stage_1/group_mates_selection" in parents(settings, "stage_2", "group_mates_selection")
     assert parents(settings, "group_mates_selection") >= {f"stage_{n}/group_mates_selection" for n in (1, 2)}

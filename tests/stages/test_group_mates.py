@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from dagster_datamask.influence.language_model import NoOptimizerState
-from dagster_datamask.influence.reference import OverlapError
+from dagster_datamask.influence.reference import OverlapError, text_key
 from dagster_datamask.influence.relational import InfluenceModel
 from dagster_datamask.keyed import hash64
+from dagster_datamask.scoring.models import content_revision
 from dagster_datamask.selection.budgets import largest_remainder
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.generations import NotPublished
@@ -25,7 +27,7 @@ from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.group_selection import fitting
 from dagster_datamask.stages.influence import read_clusters
 from tests.conftest import SNAPSHOTS
-from tests.project import Project, settings_for, write_shard
+from tests.project import Project, settings_for, text_of, write_shard
 
 from .conftest import copied, failed, rows_of, tree
 from .group_mates import on_a_copy, run_stage, through_stages, tiny, write_reference
@@ -58,6 +60,11 @@ def staged(tmp_path_factory: pytest.TempPathFactory, ready: Project) -> Staged:
 def chosen(outcome: Outcome) -> set[str]:
     assert outcome.published is not None
     return set(rows_of(outcome.published).filter("selected")["doc_id"])
+
+
+def probed(outcome: Outcome) -> pl.DataFrame:
+    with pa.memory_map(str(outcome.published.folder / "documents.arrow")) as file:
+        return pl.from_arrow(pa.ipc.open_file(file).read_all())
 
 
 class TestLanguageModel:
@@ -142,15 +149,89 @@ class TestRollouts:
 
     def test_what_is_probed_survived_and_was_not_trained_on(self, staged: Staged) -> None:
         project, done = staged
-        with pa.memory_map(str(done["stage_1/rollout_sets"].published.folder / "documents.arrow")) as file:
-            probed = pl.from_arrow(pa.ipc.open_file(file).read_all().select(["snapshot", "doc_id"]))
+        found = probed(done["stage_1/rollout_sets"]).select("snapshot", "doc_id")
         sample = pl.read_parquet(project.store.current("quality_calibration").folder / "sample.parquet")
         threshold = project.store.current("quality_calibration").facts["prune_threshold"]
         warm = pl.read_parquet(done["warmup_model"].published.folder / "sample.parquet")
         survivors = sample.filter(pl.col("quality") >= threshold).select("snapshot", "doc_id")
         expected = survivors.join(warm, on=["snapshot", "doc_id"], how="anti")
-        assert sorted(probed.rows()) == sorted(expected.rows())
+        assert sorted(found.rows()) == sorted(expected.rows())
         assert warm.height == 20
+
+    def test_a_stage_does_not_probe_what_an_earlier_one_trained_on(self, staged: Staged) -> None:
+        _, done = staged
+        first, second = (probed(done[f"stage_{number}/rollout_sets"]) for number in (1, 2))
+        trained = {
+            (snapshot, doc_id)
+            for snapshot in SNAPSHOTS
+            for doc_id in chosen(done[f"stage_1/group_mates_selection {snapshot}"])
+        }
+        names = [set(zip(rows["snapshot"], rows["doc_id"], strict=True)) for rows in (first, second)]
+        assert names[1] == names[0] - trained
+        assert len(names[0] & trained) == len(names[0]) - len(names[1]) > 0
+
+    def test_equal_texts_and_equal_ids_are_probed_once(self, tmp_path: Path, labels: Path, reference: Path) -> None:
+        source = tmp_path / "source"
+        # each text twice, the second time in other letters; and behind them rows of one id and other texts
+        texts = [text if k % 2 else f" {text.upper()}" for k in range(60) for text in [text_of(f"text {k // 2}")]]
+        write_shard(source, FIRST, "000_00000", 60, texts=texts)
+        write_shard(source, FIRST, "001_00000", 20, ids=[f"id {k // 2}" for k in range(20)])
+        overrides = ("score.calibration_sample=80", "group_mates.warmup_documents=5", "prune.ratio=0.0")
+        project = Project(settings_for(source, tmp_path / "root", labels, *tiny(reference, *overrides)))
+        project.fit_global()
+        run_stage(project, "warmup_model")
+        outcome = run_stage(project, "stage_1/rollout_sets")
+        rows = probed(outcome)
+        keys = [text_key(text) for text in rows["text"]]
+        warm = pl.read_parquet(outcome.published.folder.parents[2] / "warmup_model/*/sample.parquet")
+        warmed = {text_key(text) for text in warm["text"]}
+        assert len(set(keys)) == len(keys) and not set(keys) & warmed
+        # of one id the first row, as raw_shards has it
+        firsts = [text_of(f"{FIRST}/001_00000/{k}") for k in range(0, 20, 2)]
+        every = {text_key(text) for text in [*texts, *firsts]}
+        assert set(keys) == every - warmed
+        facts = {name: outcome.facts[name] for name in ("repeated_ids", "trained_on", "repeated_texts")}
+        twice = len(warmed & {text_key(text) for text in texts})
+        once = len(warmed & {text_key(text) for text in firsts})
+        assert facts == {"repeated_ids": 10, "trained_on": 2 * twice + once, "repeated_texts": 30 - twice}
+        held = rollouts.sides([f"{row['snapshot']}/{row['doc_id']}" for row in rows.to_dicts()], 0, 0.4)
+        assert 0 < held.sum() < len(held)
+        records = pl.read_parquet(outcome.published.folder / "random_00000.parquet")
+        assert set(records["doc_id"]) <= {f"{row['snapshot']}/{row['doc_id']}" for row in rows.to_dicts()}
+
+    @pytest.mark.parametrize(("setting", "processes"), [(1, 1), (2, 2), (0, len(os.sched_getaffinity(0)))])
+    def test_so_many_processes_as_are_asked_for_roll_out(
+        self, staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: int, processes: int
+    ) -> None:
+        used: list[int] = []
+        roll_out = rollouts.Prober.roll_out
+
+        def counted(self: rollouts.Prober, documents: list, trajectories: np.ndarray, ids: list) -> object:
+            used.append(self.processes)
+            return roll_out(self, documents, trajectories, ids)
+
+        monkeypatch.setattr(rollouts.Prober, "roll_out", counted)
+        project = on_a_copy(staged[0], tmp_path / "root", "stage_1", "stage_2")
+        outcome = run_stage(project.with_settings(**{"compute.processes": setting}), "stage_1/rollout_sets")
+        assert set(used) == {processes}
+        assert outcome.published.fingerprint == staged[1]["stage_1/rollout_sets"].published.fingerprint
+
+    def test_an_individual_model_s_bootstrap_draws_the_extremes_of_f(self, staged: Staged, tmp_path: Path) -> None:
+        project = on_a_copy(staged[0], tmp_path / "root", "stage_1", "stage_2").with_settings(
+            **{"group_mates.mode": "individual", "group_mates.method": "individual"}
+        )
+        outcome = run_stage(project, "stage_1/rollout_sets")
+        rows = probed(outcome)
+        names = [f"{row['snapshot']}/{row['doc_id']}" for row in rows.to_dicts()]
+        model = InfluenceModel.load(outcome.published.folder / "initial")
+        f = dict(zip(names, model.influence(model.embed(np.array(rows["embedding"].to_list()))), strict=True))
+        held = dict(zip(names, rollouts.sides(names, 0, 0.4), strict=True))
+        drawn = pl.read_parquet(outcome.published.folder / "bootstrap_00000.parquet").sort("trajectory_id", "position")
+        for _, trajectory in drawn.group_by("trajectory_id", maintain_order=True):
+            ids = trajectory["doc_id"].to_list()
+            for t, name in enumerate(ids):
+                left = sorted((x for x in names if held[x] == held[name] and x not in ids[:t]), key=f.__getitem__)
+                assert name in left[:2] + left[-2:]
 
     def test_a_killed_run_goes_on_at_its_chunk_and_gives_the_same_bytes(
         self, staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,6 +308,31 @@ class TestReference:
         )
         with pytest.raises(OverlapError, match=r"group_mates.held_out: 4 rows have the text of a reference row"):
             run_stage(project, "stage_1/rollout_sets")
+
+    @pytest.mark.parametrize("backbone", ["frozen", "fine_tuned"])
+    def test_a_candidate_that_was_never_sampled_is_refused_by_name(
+        self, staged: Staged, tmp_path: Path, backbone: str
+    ) -> None:
+        project, _ = staged
+        sampled = [project.store.current("quality_calibration"), project.store.current("warmup_model")]
+        seen = {text for made in sampled for text in pl.read_parquet(made.folder / "sample.parquet")["text"]}
+        rows = pl.read_parquet(f"{project.settings.source.url}/data/{FIRST}/*.parquet").select("id", "text")
+        candidates = rows_of(project.store.current("pruned_documents", FIRST)).filter(pl.col("decision").is_null())
+        free = rows.filter(pl.col("id").is_in(candidates["doc_id"]) & ~pl.col("text").is_in(list(seen)))
+        path = tmp_path / "leak.parquet"
+        pq.write_table(pa.table({"text": [free["text"][0].upper()]}), path)
+        project = on_a_copy(project, tmp_path / "root", "stage_1", "stage_2").with_settings(
+            **{"group_mates.reference": str(path), "group_mates.held_out": ""}
+        )
+        for name in ("rollout_sets", "influence_model"):
+            run_stage(project, f"stage_1/{name}")
+        if backbone == "fine_tuned":
+            project = project.with_settings(**{"group_mates.backbone": backbone})
+        with pytest.raises(
+            OverlapError, match=rf"the documents of {FIRST} that can be chosen: 1 rows .*{free['id'][0]}"
+        ):
+            run_stage(project, "stage_1/influence_scores", FIRST)
+        assert project.store.published("stage_1/influence_scores", FIRST) is None
 
 
 class TestInfluence:
@@ -349,9 +455,12 @@ class TestSelection:
             {"group_mates.budgets": "influence"},
             {"group_mates.budgets": "global"},
             {"select.split": 10},
+            {"select.split": 10, "select.scope": "snapshot"},
             {"select.budget": "0"},
             {"select.budget": "100tok"},
+            {"select.budget": "1500tok"},
             {"select.budget": "1500tok", "group_mates.method": "individual"},
+            {"select.budget": "1500tok", "group_mates.method": "individual_in_clusters"},
         ],
         ids=str,
     )
@@ -367,13 +476,27 @@ class TestSelection:
             asked = int(changed["select.budget"].removesuffix("tok")) // 2
             assert asked - raw["token_count"].max() < tokens <= asked
             assert tokens == outcome.facts["tokens"]
+            if changed.get("group_mates.method") != "individual":
+                of = pl.col("token_count").sum()
+                there = rows.join(raw, on="doc_id").group_by("cluster").agg(held=of, given=of.filter("selected"))
+                fair = asked * there["held"] / there["held"].sum()
+                assert (there["given"] - fair).abs().max() < raw["token_count"].max() + 1
         else:
             assert kept.height == outcome.facts["kept"] == (0 if changed.get("select.budget") == "0" else 4)
         if changed == {"group_mates.method": "individual"}:
             f = rows.sort("score")["doc_id"].to_list()
             assert set(kept["doc_id"]) == set(f[:4]) and outcome.facts["overlap_individual"] == 1.0
-        if "select.split" in changed:
+        if "select.scope" in changed:
+            assert outcome.facts["splits"] == 1 and set(rows["split"]) == {0}
+        elif "select.split" in changed:
             assert outcome.facts["splits"] == 4 and set(rows["split"]) == {0, 1, 2, 3}
+
+    def test_a_number_for_the_corpus_is_refused(self, staged: Staged, tmp_path: Path) -> None:
+        project = on_a_copy(staged[0], tmp_path / "root").with_settings(
+            **{"select.strategy": "joint", "select.influence": 2.0, "select.scope": "corpus", "select.budget": "10"}
+        )
+        with pytest.raises(SettingsError, match=r"select.budget = 10 is for the corpus, and stage_1/.*take a share"):
+            run_stage(project, "stage_1/group_mates_selection", FIRST)
 
     def test_fitting_passes_over_what_does_not_fit(self) -> None:
         assert fitting(np.array([5, 9, 3, 2, 1]), 10).tolist() == [0, 2, 3]
@@ -413,6 +536,37 @@ def test_two_runs_give_equal_bytes(ready: Project, staged: Staged, tmp_path: Pat
         assert [path for path in one if one[path] != other[path]] == []
 
 
+def assert_it_says_what_chose(sidecar: dict, project: Project) -> None:
+    """Every model behind the selection, what it was probed and fitted with, and on which reference set."""
+    store = project.store
+    models = ("warmup_model", "stage_1/continued_model", "stage_1/influence_model", "stage_2/influence_model")
+    assert set(sidecar["models"]) == {"dclm", "edu", "wiki", "encoder", *models}
+    for name in models[:2]:
+        facts = store.current(name).facts
+        assert sidecar["models"][name] == {"checkpoint": facts["checkpoint"], "step": facts["step"]}
+    for name in models[2:]:
+        found, facts = sidecar["models"][name], store.current(name).facts
+        assert found == {key: facts[key] for key in ("model", "mode", "similarity", "alpha", "beta")}
+    for name in (*models, "stage_1/rollout_sets", "stage_2/rollout_sets"):
+        assert sidecar["fingerprints"][name] == store.current(name).fingerprint
+        assert sidecar["code_versions"][name] == store.current(name).code_version
+    content = content_revision(Path(project.settings.group_mates.reference))
+    assert sidecar["reference_sets"] == {"reference": content, "held_out": content}
+    asked = ("reference_documents", "lr", "beta1", "similarity", "steps", "trajectories", "warmup_steps")
+    assert {key: sidecar["settings"][f"group_mates.{key}"] for key in asked} == {
+        key: getattr(project.settings.group_mates, key) for key in asked
+    }
+
+
+def made_under_this_scope(project: Project) -> None:
+    """The project's continued model as one made under its select.scope: of 65 documents, all in one split, a stage
+    chooses the same."""
+    pointer = project.store.root / "stage_1" / "continued_model" / "current.json"
+    made = json.loads(pointer.read_text())
+    made["settings"]["select.scope"] = project.settings.select.scope
+    pointer.write_text(json.dumps(made))
+
+
 class TestStrategies:
     def test_the_manifest_keeps_what_the_stages_chose(self, staged: Staged, tmp_path: Path) -> None:
         project = on_a_copy(staged[0], tmp_path / "root")
@@ -425,6 +579,7 @@ class TestStrategies:
         assert set(kept["split"]) == {1, 2}
         sidecar = json.loads((outcome.published.folder / "manifest.json").read_text())
         assert sidecar["certificate"]["gap"] is None and "no objective" in sidecar["certificate"]["reason"]
+        assert_it_says_what_chose(sidecar, project)
         for name in ("fineweb_mask", "snapshot_report"):
             assert failed(project.stage(name, FIRST)) == {}
 
@@ -525,6 +680,7 @@ class TestStrategies:
         project = on_a_copy(staged[0], tmp_path / "root").with_settings(
             **{"select.strategy": "joint", "select.influence": 2.0, "select.scope": scope}
         )
+        made_under_this_scope(project)
         plain = project.with_settings(**{"select.strategy": "datamask", "select.influence": 0.0})
         without = chosen(plain.stage("datamask_masks", FIRST))
         outcome = project.stage("datamask_masks", FIRST)
@@ -542,6 +698,7 @@ class TestStrategies:
         manifest = project.stage("fineweb_mask_manifest", FIRST)
         assert failed(manifest) == {}
         assert set(rows_of(manifest.published)["strategy"]) == {"joint"}
+        assert_it_says_what_chose(json.loads((manifest.published.folder / "manifest.json").read_text()), project)
 
     def test_joint_over_the_corpus(self, staged: Staged, tmp_path: Path) -> None:
         project = on_a_copy(staged[0], tmp_path / "root").with_settings(
@@ -552,6 +709,11 @@ class TestStrategies:
         assert state.facts["certificate"]["gap"] >= 0
         assert state.facts["certificate"]["feasible_set"]["scores"] == {"influence": 2.0}
         outcome = project.stage("datamask_masks", FIRST)
+        refused = project.stage("fineweb_mask_manifest", FIRST)
+        assert failed(refused)["made_under_these_settings"]["different"] == (
+            "stage_1/continued_model: select.scope = 'split' (in force: 'corpus')"
+        )
+        made_under_this_scope(project)
         assert failed(outcome) == {} and failed(project.stage("fineweb_mask_manifest", FIRST)) == {}
 
     def test_snapshots_scored_by_another_model_are_not_in_the_corpus(self, staged: Staged, tmp_path: Path) -> None:
