@@ -197,8 +197,8 @@ class Laboratory:
 
     def planted(self, test: Rollouts, rollouts: Rollouts) -> dict[str, Any]:
         """Whether the fit finds a relation that is there: increments made by Eq. 13 itself with α = β = 1, and half as
-        much noise. h is the first three principal components of the features, of unit length, so that it varies widely how
-        much a document is like those before; f is about −1, so that it is that which matters."""
+        much noise. h is the first three principal components of the features, of unit length, so that it varies
+        widely how much a document is like those before; f is about −1, so that it is that which matters."""
         subject = self.subject
         rng = keyed.rng(subject.seed, "study-planted", subject.name)
         centre = subject.probe.features.mean(axis=0, dtype=np.float64)
