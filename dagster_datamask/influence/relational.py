@@ -367,7 +367,8 @@ def relational_influence(
 
 def sides(doc_ids: Sequence[str], seed: int, share: float) -> np.ndarray:
     """bool[n]: which documents are held out, by a keyed hash of the id. Rollouts are to be drawn inside a side each:
-    of trajectories that are drawn across sides hardly any is wholly on one, and `fit` leaves the others out."""
+    of trajectories that are drawn across sides hardly any is wholly on one, and `fit` leaves the others out. A text
+    under two ids can be on both sides, so give each text once."""
     return keyed.hash64(doc_ids, seed, "influence-side") < np.uint64(min(int(share * 2.0**64), 2**64 - 1))
 
 

@@ -169,6 +169,8 @@ class TestRollouts:
         names = [set(zip(rows["snapshot"], rows["doc_id"], strict=True)) for rows in (first, second)]
         assert names[1] == names[0] - trained
         assert len(names[0] & trained) == len(names[0]) - len(names[1]) > 0
+        read = {"warmup_model", "stage_1/continued_model", "quality_calibration"}
+        assert read <= done["stage_2/rollout_sets"].published.inputs.keys()
 
     def test_equal_texts_and_equal_ids_are_probed_once(self, tmp_path: Path, labels: Path, reference: Path) -> None:
         source = tmp_path / "source"
