@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dagster_datamask.scoring.models import resolve_model
 from dagster_datamask.scoring.text import NO_TOKENS, NULL_TEXT, replace_surrogates
+from dagster_datamask.scoring.tokenizers import token_ids
 from dagster_datamask.shards.writer import atomic
 
 END_OF_TEXT = "<|endoftext|>"
@@ -134,14 +135,14 @@ def encode(tokenizer: Tokenizer, ids: Sequence[str], texts: Sequence[str | None]
     refused: dict[str, str] = {}
     end = end_of_text(tokenizer)
     for rows in _batches(zip(ids, texts, strict=True)):
-        encoded = tokenizer.encode_batch_fast([replace_surrogates(t or "") for _, t in rows], add_special_tokens=False)
+        encoded = token_ids(tokenizer, [replace_surrogates(t or "") for _, t in rows])
         for (doc_id, text), found in zip(rows, encoded, strict=True):
-            if not found.ids:
+            if not len(found):
                 refused[doc_id] = NULL_TEXT if text is None else NO_TOKENS
                 continue
             kept.append(doc_id)
-            lengths.append(len(found.ids) + 1)
-            tokens.append(np.array([*found.ids[:context], end][:context], np.int64))
+            lengths.append(len(found) + 1)
+            tokens.append(np.append(found[:context], end)[:context])
     return Documents(kept, tokens, np.array(lengths, np.int64), refused)
 
 
@@ -159,15 +160,12 @@ def pack(tokenizer: Tokenizer, texts: Iterable[str | None], context: int, path: 
     with atomic(path) as temp, temp.open("wb") as file:
         _header(file, 0, context, kind)
         for batch in _batches(texts):
-            encoded = tokenizer.encode_batch_fast(
-                [replace_surrogates(t or "") for t in batch], add_special_tokens=False
-            )
             parts = [rest]
-            for found in encoded:
-                if found.ids:
-                    parts.append(np.array([*found.ids, end], kind))
+            for found in token_ids(tokenizer, [replace_surrogates(t or "") for t in batch]):
+                if len(found):
+                    parts.append(np.append(found, end).astype(kind))
                     documents += 1
-                    tokens += len(found.ids) + 1
+                    tokens += len(found) + 1
                 else:
                     empty += 1
             joined = np.concatenate(parts)

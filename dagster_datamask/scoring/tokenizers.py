@@ -1,14 +1,16 @@
 """Tokenizers by reference: `tokenizer.json`, or the vocabulary and merges of a byte-level BPE such as GPT-2's.
 
-Here: finding and loading one, how many tokens texts of any length have and where they lie. Not here: what tokens are
-counted or compared for, and tokenizers that are trained.
+Here: finding and loading one, the tokens of texts of any length, their number and where they lie. Not here: what tokens
+are counted or compared for, and tokenizers that are trained.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
 from dagster_datamask.scoring.models import PACKAGE_PREFIX, ModelUnavailable, ResolvedModel, resolve_model
 
@@ -61,27 +63,30 @@ def token_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[np.nda
     A text beyond 131,072 characters is tokenised in pieces, cut before a blank between two words: there GPT-2's rule
     separates tokens anyway. Where a piece has no such blank its last token may be cut.
     """
-    current, held = 0, list[np.ndarray]()
-    for batch in _batches((number, at, piece) for number, text in enumerate(texts) for at, piece in _pieces(text)):
-        encodings = tokenizer.encode_batch([piece for _, _, piece in batch], add_special_tokens=False)
-        for (number, at, _), encoding in zip(batch, encodings, strict=True):
-            if number != current:
-                yield np.concatenate(held)
-                current, held = number, []
-            held.append(np.array(encoding.offsets, np.int64).reshape(-1, 2) + at)
-    if held:
-        yield np.concatenate(held)
+    for _, parts in groupby(_encoded(tokenizer.encode_batch, texts), itemgetter(0)):
+        yield np.concatenate([np.array(e.offsets, np.int64).reshape(-1, 2) + at for _, at, e in parts])
+
+
+def token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[np.ndarray]:
+    """int64[t] of each text: its tokens, without special ones, in pieces as `token_offsets` has them."""
+    for _, parts in groupby(_encoded(tokenizer.encode_batch_fast, texts), itemgetter(0)):
+        yield np.concatenate([np.array(e.ids, np.int64) for _, _, e in parts])
 
 
 def token_counts(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """int64[n]: the tokens of each text, without special ones, in memory that no text's length adds to. Pieces are as
-    `token_offsets` has them."""
+    """int64[n]: how many tokens each text has, in memory that no text's length adds to; else as `token_ids`."""
     counts = np.zeros(len(texts), np.int64)
-    for batch in _batches((number, at, piece) for number, text in enumerate(texts) for at, piece in _pieces(text)):
-        encodings = tokenizer.encode_batch_fast([piece for _, _, piece in batch], add_special_tokens=False)
-        for (number, _, _), encoding in zip(batch, encodings, strict=True):
-            counts[number] += len(encoding)
+    for number, _, encoding in _encoded(tokenizer.encode_batch_fast, texts):
+        counts[number] += len(encoding)
     return counts
+
+
+def _encoded(encode: Callable[..., list[Encoding]], texts: Sequence[str]) -> Iterator[tuple[int, int, Encoding]]:
+    """(the text's number, where the piece begins in it, the piece's tokens), in order and at least one of each text."""
+    for batch in _batches((number, at, piece) for number, text in enumerate(texts) for at, piece in _pieces(text)):
+        found = encode([piece for _, _, piece in batch], add_special_tokens=False)
+        for (number, at, _), encoding in zip(batch, found, strict=True):
+            yield number, at, encoding
 
 
 def _pieces(text: str) -> Iterator[tuple[int, str]]:

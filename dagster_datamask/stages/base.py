@@ -395,7 +395,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "raw_shards",
-            "2",
+            "3",
             ("source.on_bad_shard", "source.hash_below", "source.tokenizer"),
             (),
             "documents",
@@ -523,7 +523,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "warmup_model",
-            "1",
+            "2",
             (*_LANGUAGE_MODEL, *_group_mates("warmup_documents"), "score.calibration_snapshots"),
             (),
             "group_mates",

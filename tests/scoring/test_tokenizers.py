@@ -11,7 +11,13 @@ from tokenizers import Encoding, Tokenizer
 
 from dagster_datamask.scoring import tokenizers
 from dagster_datamask.scoring.models import ModelUnavailable
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_counts, token_offsets
+from dagster_datamask.scoring.tokenizers import (
+    load_tokenizer,
+    resolve_tokenizer,
+    token_counts,
+    token_ids,
+    token_offsets,
+)
 
 # tokens of "low lower": byte-level BPE writes a blank as Ġ
 VOCABULARY = {token: number for number, token in enumerate(["l", "o", "w", "e", "r", "Ġ", "lo", "low", "Ġlow"])}
@@ -115,6 +121,7 @@ def test_pieces_have_the_tokens_of_the_whole_where_a_blank_parts_words(
     whole = [[list(pair) for pair in gpt2.encode(text).offsets] for text in spaced]
     assert [offsets.tolist() for offsets in token_offsets(gpt2, spaced)] == whole
     assert token_counts(gpt2, spaced).tolist() == [len(offsets) for offsets in whole]
+    assert [ids.tolist() for ids in token_ids(gpt2, spaced)] == [gpt2.encode(text).ids for text in spaced]
 
 
 def test_offsets_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
@@ -125,6 +132,8 @@ def test_offsets_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
 def test_counts_of_no_text_and_of_an_empty_one(gpt2: Tokenizer) -> None:
     assert token_counts(gpt2, []).tolist() == []
     assert token_counts(gpt2, ["", "Hello world", ""]).tolist() == [0, 2, 0]
+    assert list(token_ids(gpt2, [])) == []
+    assert [ids.tolist() for ids in token_ids(gpt2, ["", "Hello world", ""])] == [[], [15496, 995], []]
 
 
 class Recorded:
