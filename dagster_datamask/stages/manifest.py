@@ -181,9 +181,7 @@ def _decide(batch: Mapping[str, Any], snapshot: str, strategy: str, mask: str) -
 
 def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> list[str]:
     """What of the inputs was made under other settings or models than those of datamask.toml, in words."""
-    # the state of the corpus matters to masks that are a part of it
-    names = [name for name in lineage(inputs, run.settings) if name != STATE or _of_state(run, inputs)]
-    made = {name: inputs.get(name) or run.current(name, snapshot) for name in names}
+    made = _made_from(run, snapshot, inputs)
     now = {name: published.fingerprint for name, published in made.items()}
     if STATE in made:
         entry = read_state(made[STATE])["snapshots"].get(snapshot)
@@ -249,6 +247,13 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
 
 
+def _made_from(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> dict[str, Published]:
+    """The inputs and all that they are made from, whatever it belongs to."""
+    # the state of the corpus matters to masks that are a part of it
+    names = [name for name in lineage(inputs, run.settings) if name != STATE or _of_state(run, inputs)]
+    return {name: inputs.get(name) or run.current(name, snapshot) for name in names}
+
+
 def _of_state(run: Run, inputs: Mapping[str, Published]) -> bool:
     return STATE in inputs[mask_of(run.settings)].inputs
 
@@ -302,9 +307,7 @@ def _sidecar(
 ) -> dict[str, Any]:
     """What the selection was made from. No times, hosts or paths: equal inputs give an equal sidecar."""
     masks = inputs[mask_of(run.settings)]
-    direct = (name for name in STAGES[masks.asset].needs(run.settings) if name != STATE or _of_state(run, inputs))
-    others = ("quality_calibration", "kmeans_centroids", *direct)
-    everything = {**{name: run.current(name, snapshot) for name in others}, **inputs}
+    everything = _made_from(run, snapshot, inputs)
     settings = STAGES["fineweb_mask_manifest"].identity(run.settings)
     for published in everything.values():
         settings |= published.settings
@@ -323,7 +326,13 @@ def _sidecar(
                 if "model_revision" in published.facts
             },
             "encoder": inputs["e5_embeddings"].facts["encoder"],
+            **{
+                asset: {name: published.facts[name] for name in names}
+                for asset, published in everything.items()
+                if (names := _MODEL_FACTS.get(asset.rpartition("/")[2]))
+            },
         },
+        **_reference_sets(everything),
         "fingerprints": fingerprints(everything),
         "quarantined_shards": inputs["raw_shards"].facts["quarantined_shards"],
         "decisions": {decision: counts[decision] for decision in DECISIONS},
@@ -342,6 +351,22 @@ def _sidecar(
         "value": masks.facts["value"],
         **({"corpus": masks.facts["corpus"]} if "corpus" in masks.facts else {}),
     }
+
+
+# of a language model and an influence model, what tells it from another
+_MODEL_FACTS = {
+    "warmup_model": ("checkpoint", "step"),
+    "continued_model": ("checkpoint", "step"),
+    "influence_model": ("model", "mode", "similarity", "alpha", "beta"),
+}
+
+
+def _reference_sets(everything: Mapping[str, Published]) -> dict[str, Any]:
+    """The content of the reference sets that influence was measured on, where it was."""
+    probed = everything.get("stage_1/rollout_sets")
+    if probed is None:
+        return {}
+    return {"reference_sets": {name: probed.inputs.get(name) for name in ("reference", "held_out")}}
 
 
 def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
