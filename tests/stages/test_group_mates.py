@@ -479,8 +479,8 @@ class TestSelection:
             assert asked - raw["token_count"].max() < tokens <= asked
             assert tokens == outcome.facts["tokens"]
             if changed.get("group_mates.method") != "individual":
-                of = pl.col("token_count").sum()
-                there = rows.join(raw, on="doc_id").group_by("cluster").agg(held=of, given=of.filter("selected"))
+                held, given = pl.col("token_count"), pl.col("token_count").filter(pl.col("selected"))
+                there = rows.join(raw, on="doc_id").group_by("cluster").agg(held=held.sum(), given=given.sum())
                 fair = asked * there["held"] / there["held"].sum()
                 assert (there["given"] - fair).abs().max() < raw["token_count"].max() + 1
         else:
