@@ -174,8 +174,8 @@ class TestRollouts:
 
     def test_equal_texts_and_equal_ids_are_probed_once(self, tmp_path: Path, labels: Path, reference: Path) -> None:
         source = tmp_path / "source"
-        # each text twice, the second time in other letters; and behind them rows of one id and other texts
-        texts = [text if k % 2 else f" {text.upper()}" for k in range(60) for text in [text_of(f"text {k // 2}")]]
+        # each text twice, with other white space; and behind them rows of one id and other texts
+        texts = [text if k % 2 else text.replace(" ", "  ") for k in range(60) for text in [text_of(f"text {k // 2}")]]
         write_shard(source, FIRST, "000_00000", 60, texts=texts)
         write_shard(source, FIRST, "001_00000", 20, ids=[f"id {k // 2}" for k in range(20)])
         overrides = ("score.calibration_sample=80", "group_mates.warmup_documents=5", "prune.ratio=0.0")
