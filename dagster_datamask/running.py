@@ -76,11 +76,12 @@ class SnapshotRun:
 
 
 def chosen_snapshots(source: Source, asked: Sequence[str], warn: Callable[[str], None]) -> list[str]:
-    """`asked`, each proved to have shards, or all snapshots that have some; `warn` is told of folders left out."""
+    """`asked`, each proved to have shards, or all snapshots that have some, in the order of their names, in which
+    text_duplicates compares them; `warn` is told of folders left out."""
     if asked:
         for snapshot in asked:
             source.shards(snapshot)
-        return list(asked)
+        return sorted(asked)
     chosen = source.filled()
     for name in source.unusable():
         warn(f"folder {name!r} cannot be a snapshot: use letters, digits, '.', '_' and '-' only")

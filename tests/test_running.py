@@ -99,6 +99,8 @@ def test_chosen_snapshots(project: Project) -> None:
     warned: list[str] = []
     assert running.chosen_snapshots(project.source, [], warned.append) == list(SNAPSHOTS)
     assert running.chosen_snapshots(project.source, [SNAPSHOTS[1]], warned.append) == [SNAPSHOTS[1]]
+    # text_duplicates compares a snapshot with those before it by name
+    assert running.chosen_snapshots(project.source, SNAPSHOTS[::-1], warned.append) == list(SNAPSHOTS)
     with pytest.raises(SourceError, match=f"no snapshot 'x'; there are: {', '.join(SNAPSHOTS)}"):
         running.chosen_snapshots(project.source, [SNAPSHOTS[0], "x"], warned.append)
 
