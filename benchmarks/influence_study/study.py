@@ -64,11 +64,11 @@ class Job:
 
 
 def jobs(world: Sizes = WORLD, pages: Sizes = TEXT, count: int = WORLDS, seeds: int = SEEDS) -> list[Job]:
-    """The longest first, so that the last to end are short."""
+    """Worlds, those of the longest seed first, and then the two texts, which take as long as each other."""
     found = [Job(worlds.PLACE, w, s, world) for s in range(seeds) for w in range(count)]
     if text.is_there():
         found += [Job(name, 0, seed, pages) for name, seed in text.REFERENCES.items()]
-    return sorted(found, key=lambda job: -job.effort)
+    return found
 
 
 def run(wanted: Sequence[Job], folder: Path, processes: int, say: Say) -> list[dict[str, Any]]:
