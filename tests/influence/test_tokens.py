@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
@@ -96,6 +96,7 @@ def test_a_long_document_is_its_first_tokens(tokenizer: Tokenizer) -> None:
     assert found.lengths.tolist() == [len(row) for row in whole.tokens] and not whole.cut.any()
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.text("ab \n", max_size=40), max_size=12), st.integers(1, 7))
 def test_packing_is_one_long_text_cut_into_rows(
     tmp_path_factory: pytest.TempPathFactory, texts: list, context: int
