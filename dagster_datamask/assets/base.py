@@ -96,7 +96,7 @@ _EVERY_ASSET: tuple[_CheckSpec, ...] = (
 )
 
 # columns whose name does not say what they hold, for the UI's table
-_COLUMN_DESCRIPTIONS = {
+COLUMN_DESCRIPTIONS = {
     "doc_id": "the document's id; shard#row where it has none",
     "snapshot": "partition",
     "shard": "file the row came from",
@@ -111,7 +111,7 @@ _COLUMN_DESCRIPTIONS = {
     "quality": "combined quality, 0..15",
     "cluster": "nearest frozen centroid",
     "split": "part of the snapshot that was solved together",
-    "score": "what the stage computes; in masks and manifest the solver's score",
+    "score": "what the stage computes; in masks and manifest what the document was chosen by",
     "selected": "in the mask",
     "rank": "1 is the best score",
     "kept_id": "document that is kept instead, of which this is a duplicate",
@@ -122,9 +122,15 @@ _COLUMN_DESCRIPTIONS = {
     "start": "first character of the document's that is shared",
     "end": "character after the last that is shared",
     "words": "the shared words, as they are compared",
+    "similarity": "cosine, with kept_id or the centroid",
+    "spans": "bytes of the text, from start to before end, that an earlier one has",
+    "bytes": "of the whole text, in UTF-8",
+    "removed_bytes": "of these, in spans",
+    "removed_tokens": "tokens in spans",
+    "first_doc": "the earlier document that has the first span",
     "token_count": "tokens, as the source counts them",
-    "mask_score": "the solver's score of the document",
-    "embedding": "unit vector, float16",
+    "mask_score": "what the document was chosen by",
+    "embedding": "float16 vector; of e5_embeddings of length 1, of influence_scores one whose products are relations",
     "influence": "predicted change of the reference loss, in standard deviations; the lower the better",
 }
 
@@ -251,7 +257,7 @@ def _metadata(
     stage: Stage, run: Run, outcome: Outcome, published: Published, experiment: bool, seconds: float
 ) -> dict[str, Any]:
     # the UI keeps this order: results and figures, then what they were made from
-    facts = _facts(outcome.facts)
+    facts = dict(sorted(_facts(outcome.facts).items(), key=lambda fact: _lines(fact[1])))
     metadata: dict[str, Any] = {"dagster/row_count": published.rows, **facts}
     metadata |= {name: dg.MetadataValue.md(png_markdown(png, name)) for name, png in outcome.figures.items()}
     metadata["rows_in"] = outcome.rows_in
@@ -276,7 +282,7 @@ def _metadata(
     if schema is not None:
         metadata["dagster/column_schema"] = dg.TableSchema(
             columns=[
-                dg.TableColumn(field.name, str(field.type), _COLUMN_DESCRIPTIONS.get(field.name)) for field in schema
+                dg.TableColumn(field.name, str(field.type), COLUMN_DESCRIPTIONS.get(field.name)) for field in schema
             ]
         )
         lineage = _lineage(stage, schema, mask_of(run.settings))
@@ -285,7 +291,7 @@ def _metadata(
     return metadata
 
 
-_IN_FIGURES = ("trajectories", "report")
+_IN_FIGURES = ("trajectories", "report", "histogram")
 
 
 def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -305,12 +311,22 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _lines(value: Any) -> int:
+    """How much room a fact takes: the longest table comes last."""
+    return len(value.records) if isinstance(value, dg.TableMetadataValue) else 0
+
+
 def _nested(value: Any) -> dg.MetadataValue:
     if isinstance(value, dict):
-        return _table(value)
+        return _table(_legible(value))
     if isinstance(value[0], dict):
-        return dg.MetadataValue.table([dg.TableRecord(row) for row in value])
-    return dg.MetadataValue.json(value)
+        return dg.MetadataValue.table([dg.TableRecord(_legible(row)) for row in value])
+    return dg.MetadataValue.text(", ".join(map(str, value)))
+
+
+def _legible(row: dict[str, Any]) -> dict[str, Any]:
+    """A record with its fractions to six digits: a table is read, and nothing is plotted from it."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
 def _table(record: dict[str, Any]) -> dg.TableMetadataValue:

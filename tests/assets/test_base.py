@@ -6,15 +6,20 @@ import shutil
 from pathlib import Path
 
 import dagster as dg
+import pyarrow as pa
 import pytest
 from dagster._core.definitions.data_version import extract_data_version_from_entry
 
+from dagster_datamask.assets.base import COLUMN_DESCRIPTIONS
 from dagster_datamask.assets.documents import raw_shards
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.resources.config import config_class
 from dagster_datamask.settings import Settings
+from dagster_datamask.shards import schemas
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.stages.base import FITTED, STAGES
+from dagster_datamask.stages.group_selection import CHOSEN
+from dagster_datamask.stages.influence import scored
 from tests.assets.conftest import Ran, execute, failure, materialised
 from tests.conftest import SNAPSHOTS
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_shard
@@ -35,6 +40,13 @@ def store(settings: Settings) -> Store:
 
 def images(found: dict[str, dg.MetadataValue]) -> list[str]:
     return [name for name, value in found.items() if isinstance(value, dg.MarkdownMetadataValue)]
+
+
+def test_every_column_of_our_own_files_is_described() -> None:
+    declared = [schema for schema in vars(schemas).values() if isinstance(schema, pa.Schema)]
+    assert schemas.SUBSTRINGS in declared
+    for schema in (*declared, CHOSEN, scored(8)):
+        assert not [name for name in schema.names if name not in COLUMN_DESCRIPTIONS], schema
 
 
 class TestOneRun:
@@ -86,13 +98,12 @@ class TestOneRun:
         """What is nested is short: the page of a materialisation is read, not scrolled."""
         for name in (*SNAPSHOT_STAGES, *FITTED):
             for key, value in metadata(ran.fit if name in FITTED else ran.full[FIRST], name).items():
-                if isinstance(value, dg.JsonMetadataValue):
+                assert not isinstance(value, dg.JsonMetadataValue), (name, key)
+                if isinstance(value, dg.TextMetadataValue):
                     assert len(str(value.value)) < 200, (name, key, value.value)
-
-    def test_columns_of_the_manifest_are_described(self, ran: Ran) -> None:
-        for name in ("fineweb_mask_manifest", "pruned_documents", "raw_shards"):
-            schema = metadata(ran.full[FIRST], name)["dagster/column_schema"].value
-            assert all(column.description for column in schema.columns if column.name != "score"), name
+                if isinstance(value, dg.TableMetadataValue):
+                    cells = [str(cell) for record in value.records for cell in record.data.values()]
+                    assert not [cell for cell in cells if re.fullmatch(r"-?\d+\.\d{9,}", cell)], (name, key)
 
     def test_the_mask_tells_value_bound_and_gap_as_numbers(self, ran: Ran) -> None:
         found = metadata(ran.full[FIRST], "datamask_masks")
