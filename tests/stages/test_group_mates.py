@@ -223,17 +223,19 @@ class TestRollouts:
             **{"group_mates.mode": "individual", "group_mates.method": "individual"}
         )
         outcome = run_stage(project, "stage_1/rollout_sets")
-        rows = probed(outcome)
-        names = [f"{row['snapshot']}/{row['doc_id']}" for row in rows.to_dicts()]
+        found = rollouts.read_rollouts(outcome.published)
+        names = found.names
         model = InfluenceModel.load(outcome.published.folder / "initial")
-        f = dict(zip(names, model.influence(model.embed(np.array(rows["embedding"].to_list()))), strict=True))
+        f = dict(zip(names, model.influence(model.embed(found.features)), strict=True))
         held = dict(zip(names, rollouts.sides(names, 0, 0.4), strict=True))
-        drawn = pl.read_parquet(outcome.published.folder / "bootstrap_00000.parquet").sort("trajectory_id", "position")
-        for _, trajectory in drawn.group_by("trajectory_id", maintain_order=True):
-            ids = trajectory["doc_id"].to_list()
+        for policy, trajectory in zip(found.policies, found.trajectories.tolist(), strict=True):
+            if policy == "random":
+                continue
+            ids = [names[i] for i in trajectory]
             for t, name in enumerate(ids):
-                left = sorted((x for x in names if held[x] == held[name] and x not in ids[:t]), key=f.__getitem__)
-                assert name in left[:2] + left[-2:]
+                # by value: documents that begin alike have one vector
+                left = sorted(f[x] for x in names if held[x] == held[name] and x not in ids[:t])
+                assert f[name] in left[:2] + left[-2:]
 
     def test_a_killed_run_goes_on_at_its_chunk_and_gives_the_same_bytes(
         self, staged: Staged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -320,7 +322,7 @@ class TestReference:
         seen = {text for made in sampled for text in pl.read_parquet(made.folder / "sample.parquet")["text"]}
         rows = pl.read_parquet(f"{project.settings.source.url}/data/{FIRST}/*.parquet").select("id", "text")
         candidates = rows_of(project.store.current("pruned_documents", FIRST)).filter(pl.col("decision").is_null())
-        free = rows.filter(pl.col("id").is_in(candidates["doc_id"]) & ~pl.col("text").is_in(list(seen)))
+        free = rows.filter(pl.col("id").is_in(candidates["doc_id"]) & ~pl.col("text").is_in(seen))
         path = tmp_path / "leak.parquet"
         pq.write_table(pa.table({"text": [free["text"][0].upper()]}), path)
         project = on_a_copy(project, tmp_path / "root", "stage_1", "stage_2").with_settings(
