@@ -1,1 +1,1 @@
-"""What selection rests on being clean of: repeated texts and substrings, near-duplicates, evaluation sets. No Dagster."""
+"""What a selection has to be clean of: repeated texts and substrings, evaluation sets. No Dagster."""
