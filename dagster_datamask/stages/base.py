@@ -457,7 +457,7 @@ STAGES: dict[str, Stage] = {
             "1",
             ("models.ultra_label",),
             ("raw_shards", "ultra_classifier"),
-            "quality",
+            "baselines",
             "Probability of the Ultra-FineWeb classifier's positive label, 0..1, for its baseline.",
         ),
         Stage(
