@@ -318,7 +318,9 @@ def _lines(value: Any) -> int:
 
 def _nested(value: Any) -> dg.MetadataValue:
     if isinstance(value, dict):
-        return _table(_legible(value))
+        if not all(isinstance(part, dict) for part in value.values()):
+            return _table(_legible(value))
+        value = [{"name": name, **part} for name, part in value.items()]
     if isinstance(value[0], dict):
         return dg.MetadataValue.table([dg.TableRecord(_legible(row)) for row in value])
     return dg.MetadataValue.text(", ".join(map(str, value)))

@@ -85,6 +85,9 @@ def test_assets_have_keys_in_their_stage_and_tell_of_it(staged: Staged) -> None:
     metadata = event.asset_materialization.metadata
     assert metadata["card"].value.startswith("# stage_2/influence_model")  # type: ignore[union-attr]
     assert {"spearman_pooled", "alpha", "beta", "clusters", "trajectories_of"} <= metadata.keys()
+    used = {row.data["name"]: row.data for row in metadata["trajectories_of"].records}  # type: ignore[union-attr]
+    assert set(used) == {"random", "bootstrap"} and set(used["random"]) == {"name", "training", "held_out", "left_out"}
+    assert used["random"]["training"] + used["random"]["held_out"] + used["random"]["left_out"] == 12
     trained = staged.instance.get_latest_materialization_event(dg.AssetKey(["stage_1", "continued_model"]))
     assert trained is not None and trained.asset_materialization is not None
     assert {
