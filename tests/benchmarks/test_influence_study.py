@@ -127,11 +127,14 @@ def test_products_of_the_greedy_are_counted() -> None:
     assert study._products(40, 1) == 40 * 3
 
 
-def test_the_run_people_read_is_as_large_as_registered() -> None:
+def test_sizes_fit_each_other_and_the_bar() -> None:
     every = study.jobs(count=3, seeds=3)
     assert len([job for job in every if job.place == worlds.PLACE]) == 9
     assert (WORLD.choose_from, WORLD.choose) == (128, 16)
-    assert WORLD.counts == (100, 300, 600, 1200) and WORLD.main in WORLD.counts
+    for sizes in (WORLD, TEXT, SMOKE_WORLD, SMOKE_TEXT):
+        assert sizes.main in sizes.counts and list(sizes.counts) == sorted(sizes.counts)
+        assert sizes.pools * sizes.choose_from <= sizes.pool and sizes.brute <= sizes.pools
+        assert sizes.drift <= sizes.test * sizes.steps
     assert 1.3e6 < TEXT.model.vocabulary * TEXT.model.width + 12 * TEXT.model.layers * TEXT.model.width**2 < 1.7e6
 
 
