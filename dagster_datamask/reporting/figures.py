@@ -44,6 +44,7 @@ def trajectory_figure(
     upper_bound: float | None = None,
     baseline: float | None = None,
     title: str = "Objective during optimisation",
+    what: str = "objective (higher is better)",
 ) -> bytes:
     """The objective's value against the step (or pass), one line per solver, with the bound and the uniform mask.
 
@@ -51,6 +52,7 @@ def trajectory_figure(
     colour). Where it has `mask_value` that is drawn instead: the policy gradient's `value` is of masks on a batch,
     which no bound for the whole pool applies to. `upper_bound` is the certificate: no mask of the budget lies above
     it. `baseline` is the expected value of a uniform mask of the same size. More than 50 steps go on a log axis.
+    `what` is drawn, where it is another value than the objective's.
     Raises ValueError naming the solver and the step where a value is missing or not finite.
     """
     figure, (axes,) = canvas(title)
@@ -94,7 +96,7 @@ def trajectory_figure(
         axes.set_xlim(first - side, last + side)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("step or pass")
-    axes.set_ylabel("objective (higher is better)")
+    axes.set_ylabel(what)
     legend_below(figure, axes)
     return png(figure)
 

@@ -348,7 +348,8 @@ def _curve(asset: str, last: int, losses: list[float]) -> dict[str, bytes]:
     every = max(1, len(losses) // _CURVE_POINTS)
     first = last - len(losses) + 1
     points = [{"step": first + k, "value": losses[k]} for k in range(0, len(losses), every)]
-    return {"training loss": trajectory_figure({"training loss": points}, None, None, f"{asset}: loss of each batch")}
+    title, what = f"{asset}: loss of each batch", "training loss (lower is better)"
+    return {"training loss": trajectory_figure({"training loss": points}, title=title, what=what)}
 
 
 def open_checkpoint(published: Published) -> tuple[Tokenizer, Checkpoint]:

@@ -238,3 +238,11 @@ def test_the_spread_is_told() -> None:
     same = {"x": {"a": _shares(9), "b": _shares(9)}, "y": {"a": _shares(9)}}
     apart = {"x": {"a": _shares(9), "b": _shares(9, 0.5)}, "y": {"a": _shares(9)}}
     assert spread_figure(same, "t") != spread_figure(apart, "t")
+
+
+def test_a_loss_is_not_called_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(matplotlib.axes.Axes, "set_ylabel", lambda axes, label: labels.append(label))
+    trajectory_figure({"certified": _certified(3)})
+    trajectory_figure({"training loss": _gradient(3)}, what="training loss (lower is better)")
+    assert labels == ["objective (higher is better)", "training loss (lower is better)"]
