@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks.influence_study import estimates, page, study, worlds
+from benchmarks.influence_study.planted import planted
 from benchmarks.influence_study.subjects import SMOKE_TEXT, SMOKE_WORLD, TEXT, WORLD
 
 _ROOT = Path(__file__).parents[2]
@@ -42,8 +43,8 @@ def main(arguments: list[str] | None = None) -> None:
     with ProcessPoolExecutor(given.processes, get_context("forkserver")) as pool:
         parts = list(pool.map(estimates.replicates, results))
     found = estimates.estimates(results, parts)
-    # of no language model: it stands beside the worlds
-    found.setdefault(worlds.PLACE, {}).update(estimates.speed(speed["runs"]))
+    # of no language model: they stand beside the worlds
+    found.setdefault(worlds.PLACE, {}).update(estimates.speed(speed["runs"]) | estimates.check(planted(world)))
     page.write(docs, results, speed, found, {job.place: job.sizes for job in wanted})
     say(f"{docs / page.FILE} is written")
 

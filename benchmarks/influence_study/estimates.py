@@ -210,6 +210,14 @@ def speed(runs: Sequence[Mapping[str, Any]]) -> dict[str, Estimate]:
     return {key: interval(values, len(runs), "sizes of the pool") for key, values in found.items()}
 
 
+def check(part: Mapping[str, Any], resamples: int = RESAMPLES) -> dict[str, Estimate]:
+    """Of what `planted` found: ρ of each model, and what the relational one gains."""
+    test = _Test(part, resamples, "check")
+    found = {f"check/{name}": test.rho(name, resampled_spearman) for name in part["predicted"]}
+    found["check/gain"] = found["check/relational"] - found["check/individual"]
+    return {key: interval(values, len(test.increments), "test trajectories") for key, values in found.items()}
+
+
 class _Test:
     """Predictions beside increments of one test set, resampled by trajectory."""
 

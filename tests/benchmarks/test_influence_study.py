@@ -15,6 +15,7 @@ from scipy.stats import spearmanr
 
 from benchmarks.influence_study import estimates, page, statistics, study, text, worlds
 from benchmarks.influence_study.claims import BAR, CLAIMS, Claim, Estimate, Quantity, above, below
+from benchmarks.influence_study.planted import planted
 from benchmarks.influence_study.subjects import HELD_OUT, SMOKE_TEXT, SMOKE_WORLD, TEXT, WORLD
 from dagster_datamask.influence.relational import sides
 
@@ -120,6 +121,14 @@ def test_speed_is_the_slope_over_clusters() -> None:
     found = estimates.speed(runs)
     assert found["speed/slope"].value == pytest.approx(-1) and found["speed/slope"].units == 3
     assert found["speed/full"].high == pytest.approx(1)
+
+
+def test_a_planted_relation_is_found() -> None:
+    part = planted(replace(SMOKE_WORLD, probe=600, main=150, validation=20, test=60, steps=8, epochs=20, width=16))
+    found = estimates.check(part, SMALL)
+    assert found["check/law"].value > found["check/relational"].value > found["check/individual"].value > 0.5
+    law, truth = np.array(part["predicted"]["law"]), np.array(part["increments"])
+    assert (truth - law).std() == pytest.approx(law.std() / 2, rel=0.1)
 
 
 def test_products_of_the_greedy_are_counted() -> None:
@@ -256,7 +265,7 @@ def test_the_page_tells_every_claim(result: dict[str, Any], tmp_path: Path) -> N
         {"documents": n, "clusters": [10, 100], "seconds": [9.0, 0.9], "products": [1000, 100], "full": 90.0}
         for n in (1, 2, 3)
     ]
-    found[worlds.PLACE] |= estimates.speed(runs)
+    found[worlds.PLACE] |= estimates.speed(runs) | estimates.check(planted(SMOKE_WORLD), SMALL)
     speed = {"runs": runs, "machine": {"load": 0.0}}
     page.write(tmp_path, [result], speed, found, {worlds.PLACE: SMOKE_WORLD})
     written = (tmp_path / page.FILE).read_text("utf-8")
