@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks import certified, disf, dvrl, facility, gpu, gradient, selection, sharded
+from benchmarks import certified, disf, dvrl, facility, gpu, gradient, sharded
 from benchmarks.documents import BLOCK, SCORES, Documents, page_like, synthetic, synthetic_block
 from benchmarks.measure import (
     Row,
@@ -20,6 +20,7 @@ from benchmarks.measure import (
     at_most,
     in_child,
     in_turn,
+    keep,
     machine,
     measured,
     show,
@@ -185,9 +186,9 @@ def test_the_device_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_runs_are_kept_a_subject_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "kept.json"
-    selection.keep(out, "a", {"rows": [1]})
-    selection.keep(out, "b", {"rows": [2]})
-    selection.keep(out, "a", {"rows": [3]})
+    keep(out, "a", {"rows": [1]})
+    keep(out, "b", {"rows": [2]})
+    keep(out, "a", {"rows": [3]})
     assert json.loads(out.read_text("utf-8")) == {"a": {"rows": [3]}, "b": {"rows": [2]}}
     assert {"cpu", "cores", "load", "python", "numpy"} <= set(machine())
 
