@@ -57,14 +57,16 @@ def counts(found: Found, numbers: Mapping[str, Sequence[int]], title: str) -> by
 def overlaps(found: Found, sizes: Mapping[str, int], title: str) -> bytes:
     """Overlap of individual and group selection against n, and what chance would share."""
     figure, (axes,) = canvas(title)
+    largest = 1
     for (place, estimates), colour, marker, dash in zip(found.items(), COLOURS, MARKERS, DASHES, strict=False):
         x = sorted(int(key.removeprefix("overlap/")) for key in estimates if key.removeprefix("overlap/").isdigit())
         y = [estimates[f"overlap/{n}"] for n in x]
+        largest = max(largest, *x)
         if y[0].units > 1:
             axes.fill_between(x, [v.low for v in y], [v.high for v in y], color=colour, alpha=0.15, lw=0)
         axes.plot(x, [v.value for v in y], color=colour, marker=marker, ls=dash, markersize=4, label=place)
     for size, dash in zip(sorted(set(sizes.values())), ("-.", ":"), strict=False):
-        axes.plot([1, x[-1]], [1 / size, x[-1] / size], color=GREY, ls=dash, label=f"chance, n/{size}")
+        axes.plot([1, largest], [1 / size, largest / size], color=GREY, ls=dash, label=f"chance, n/{size}")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:g}"))
     axes.set_ylim(-0.03, 1.05)
@@ -86,7 +88,11 @@ def paths(results: Sequence[Mapping[str, Any]], title: str) -> bytes:
             values.append(part["forced"][0][kind] if kind in part["forced"][0] else part["sums"][kind][0])
         axes.plot(range(len(results)), values, marker, color=colour, markersize=6, alpha=0.85, label=name)
     axes.axhline(0, color=BOUND, lw=1)
-    axes.set_xticks(range(len(results)), [r["name"].replace(", ", "\n") for r in results], fontsize=6.5)
+    axes.set_xticks(
+        range(len(results)),
+        [r["name"].removeprefix("web pages, ").replace(", ", "\n").replace("-", "-\n") for r in results],
+        fontsize=6.5,
+    )
     axes.set_ylabel("change of the reference loss")
     legend_below(figure, axes)
     return png(figure)
@@ -113,6 +119,7 @@ def losses(results: Sequence[Mapping[str, Any]], arms: Sequence[tuple[str, str]]
         axes.axvline(0, color=BOUND, lw=1)
         axes.xaxis.set_major_locator(MaxNLocator(3))
         axes.set_yticks(list(at.values()), [name for _, name in arms] if axes is panels[0] else [])
+        axes.set_ylim(-0.6, len(arms) - 0.4)
         axes.set_title(place, fontsize=SMALL, loc="left")
     panels[len(panels) // 2].set_xlabel("held-out loss − that of random selections")
     return png(figure)
