@@ -93,16 +93,18 @@ def kept_of(server: Server, snapshot: str, strategy: str) -> set[str]:
 
 def upstream(page: Any, server: Server, shots: Path, name: str) -> None:
     """The graph of all that leads to the manifest, groups open, as a screenshot."""
-    # wide enough for every node's name
-    page.set_viewport_size({"width": 2000, "height": 1400})
-    opened(page, server, "/asset-groups~%2Bkey%3A%22fineweb_mask_manifest%22", "group_mates")
+    # a context of its own, as a browser remembers which groups are open; wide enough for every node's name
+    context = page.context.browser.new_context(viewport={"width": 2000, "height": 1900})
+    graph = context.new_page()
+    opened(graph, server, "/asset-groups~%2Bkey%3A%22fineweb_mask_manifest%22", "group_mates")
     # the key is heeded once the graph is laid out
-    page.wait_for_timeout(5000)
-    page.keyboard.press("Alt+e")
+    graph.wait_for_timeout(5000)
+    graph.keyboard.press("Alt+e")
     for text in ("raw_shards", "warmup_model"):
-        page.get_by_text(text).first.wait_for()
-    page.wait_for_timeout(2000)
-    page.screenshot(path=shots / name)
+        graph.get_by_text(text).first.wait_for()
+    graph.wait_for_timeout(2000)
+    graph.screenshot(path=shots / name)
+    context.close()
 
 
 def test_baselines_are_backfilled_and_the_report_compares_them(page: Any, strategies: Server, shots: Path) -> None:
