@@ -1,0 +1,79 @@
+"""What every place to compute has in common: work on many items, each done once, results as they come.
+
+Here: the contract, and the simplest place, this process. Processes of this machine are `local`'s, a Ray cluster is
+`cluster`'s. What the work is (shards, passes of a solver) is no matter of this package.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# told of one item: how many of its rows are done so far
+Told = Callable[[int], None]
+# built once a worker, for what is costly to load; then called for every item that the worker is given
+Worker = Callable[[], Callable[[Any, Told], Any]]
+
+
+class Poisoned(RuntimeError):
+    """Items whose worker ended, on every try, before they were done; all other items are done."""
+
+    def __init__(self, why: dict[Any, str]) -> None:
+        self.why = why
+        items = ", ".join(f"{item} ({reason})" for item, reason in why.items())
+        super().__init__(f"the worker was lost each time it was given: {items}")
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one worker takes of a cluster: cores, accelerators, memory. None leaves memory to the cluster."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    memory_gb: float | None = None
+
+
+class Compute(Protocol):
+    """A place to compute. `workers`: how many items are worked on at a time, at most."""
+
+    @property
+    def workers(self) -> int: ...
+
+    def each(
+        self,
+        worker: Callable[[], Callable[[Item, Told], Result]],
+        items: Sequence[Item],
+        *,
+        requests: Requests = Requests(),
+        told: Callable[[Item, int], None] = lambda item, rows: None,
+    ) -> Iterator[tuple[Item, Result]]:
+        """Every item with its result, in the order in which they are done.
+
+        `worker` and what it refers to are sent to the workers, each of which calls it once, for its first item. Results
+        should be small: they come back to this process. `told` is called here, with an item and how many of its rows
+        are done. At most two items a worker are under way, and no more results than that wait to be taken.
+
+        An exception in a worker is raised here, after what is under way has ended; no further item is begun. Raises
+        Poisoned, when all others are done, for items whose worker was lost on every try.
+        """
+
+
+class Inline:
+    """This process: items one after another."""
+
+    workers = 1
+
+    def each(
+        self,
+        worker: Callable[[], Callable[[Item, Told], Result]],
+        items: Sequence[Item],
+        *,
+        requests: Requests = Requests(),
+        told: Callable[[Item, int], None] = lambda item, rows: None,
+    ) -> Iterator[tuple[Item, Result]]:
+        work: Callable[[Item, Told], Result] | None = None
+        for item in items:
+            work = work or worker()
+            yield item, work(item, lambda rows, item=item: told(item, rows))  # type: ignore[misc]
