@@ -1,3 +1,5 @@
+import math
+
 from benchmarks.documents import synthetic
 from benchmarks.group_selection import group_selection
 
@@ -15,5 +17,6 @@ def test_every_row_is_there_at_toy_size() -> None:
         "the same as with averages taken anew",
     ]
     assert "extrapolated from 20" in rows[0].what and rows[0].facts["picks"] == 20
-    assert all(row.ours is not None and row.ours > 0 for row in rows)
+    # differences of two clocks: at this size of any sign
+    assert all(row.ours is not None and math.isfinite(row.ours) for row in rows)
     assert rows[-1].met is True
