@@ -5,6 +5,7 @@ Here: the contract, and the simplest place, this process. Processes of this mach
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +36,15 @@ class Requests:
     memory_gb: float | None = None
 
 
+class Session(Protocol):
+    """Workers that stay, with what they hold, for work that comes in many short rounds."""
+
+    def each(self, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Every item with its result, as `Compute.each` has it, `Poisoned` and errors included. Items are sent by
+        cloudpickle, so they may hold functions; any worker may be given any of them, and one that takes the place of a
+        lost worker is built anew. One round at a time."""
+
+
 class Compute(Protocol):
     """A place to compute. `workers`: how many items are worked on at a time, at most."""
 
@@ -59,6 +69,11 @@ class Compute(Protocol):
         Poisoned, when all others are done, for items whose worker was lost on every try.
         """
 
+    def session(
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = Requests()
+    ) -> AbstractContextManager[Session]:
+        """Workers for many rounds: each is built once and kept until the context ends."""
+
 
 class Inline:
     """This process: items one after another."""
@@ -77,3 +92,20 @@ class Inline:
         for item in items:
             work = work or worker()
             yield item, work(item, lambda rows, item=item: told(item, rows))  # type: ignore[misc]
+
+    @contextmanager
+    def session(
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = Requests()
+    ) -> Iterator[Session]:
+        yield _InlineSession(worker)
+
+
+class _InlineSession:
+    def __init__(self, worker: Callable[[], Callable[[Any, Told], Any]]) -> None:
+        self._worker = worker
+        self._work: Callable[[Any, Told], Any] | None = None
+
+    def each(self, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        for item in items:
+            self._work = self._work or self._worker()
+            yield item, self._work(item, lambda rows: None)
