@@ -108,7 +108,7 @@ def product_seconds(z: np.ndarray) -> float:
 
 def in_child(case: str, **arguments: Any) -> dict[str, Any]:
     """What `case`, as "module:function", does in a process of its own: {"growth": bytes by which its peak of resident
-    memory exceeds what it held before, "result", "seconds"}.
+    memory exceeds what it held before, "peak", "result", "seconds"}.
 
     function(**arguments) prepares what is not to be counted and returns the work that is; its result is JSON.
     """
@@ -125,7 +125,8 @@ def measured(case: str, arguments: dict[str, Any]) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")
     before, started = _resident("VmRSS"), time.perf_counter()
     result = work()
-    return {"growth": _resident("VmHWM") - before, "result": result, "seconds": time.perf_counter() - started}
+    peak, seconds = _resident("VmHWM"), time.perf_counter() - started
+    return {"growth": peak - before, "peak": peak, "result": result, "seconds": seconds}
 
 
 def _resident(name: str) -> int:
