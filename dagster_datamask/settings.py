@@ -460,11 +460,31 @@ class ExportSettings(Section):
         return value
 
 
+class RequestSettings(Section):
+    cpus: float | None = Field(None, gt=0, description="cores; null: compute.threads, or 1")
+    gpus: float | None = Field(None, ge=0, description="accelerators, or a share of one; null: 1 where one is used")
+    memory_gb: float | None = Field(None, gt=0, description="memory; null leaves it to the cluster")
+
+
 class ComputeSettings(Section):
+    backend: Literal["local", "ray"] = Field(
+        "local", description="where shards are worked on: processes of this machine, or a Ray cluster"
+    )
+    ray_address: str = Field("", description="of a Ray cluster, as ray.init takes it; empty: one on this machine")
+    requests: dict[str, RequestSettings] = Field(
+        {}, description="what a worker takes of the cluster, by asset: {e5_embeddings = {cpus = 8, gpus = 1}}"
+    )
     device: str = Field("auto", description="auto | cpu | cuda:i")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of forward passes")
     memory_limit_gb: float | None = Field(None, gt=0, description="what a stage may plan to use; null: what there is")
-    processes: int = Field(0, ge=0, description="processes that score by fastText and that roll out; 0: one per core")
+    processes: int = Field(
+        0,
+        ge=0,
+        description="processes of this machine that shards, fastText and rollouts are spread over; 0: one a core",
+    )
+    threads: int = Field(
+        0, ge=0, description="of PyTorch and BLAS in whatever computes, for equal bits on unequal machines; 0: by cores"
+    )
 
 
 class Settings(Section):

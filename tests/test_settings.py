@@ -11,6 +11,7 @@ import pytest
 from dagster_datamask.settings import (
     PROFILES,
     STRATEGIES,
+    RequestSettings,
     Settings,
     SettingsError,
     known_keys,
@@ -142,6 +143,10 @@ OTHER = {
     "compute.dtype": "float32",
     "compute.memory_limit_gb": 4.0,
     "compute.processes": 3,
+    "compute.threads": 2,
+    "compute.backend": "ray",
+    "compute.ray_address": "auto",
+    "compute.requests": {"e5_embeddings": RequestSettings(cpus=8.0, gpus=1.0, memory_gb=32.0)},
 }
 
 
@@ -227,6 +232,10 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         "compute.device",
         "compute.dtype",
         "compute.processes",
+        "compute.threads",
+        "compute.backend",
+        "compute.ray_address",
+        "compute.requests",
         "compute.memory_limit_gb",
     }
     assert read <= set(OTHER)

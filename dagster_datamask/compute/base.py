@@ -4,10 +4,17 @@ Here: the contract, and the simplest place, this process. Processes of this mach
 `cluster`'s. What the work is (shards, passes of a solver) is no matter of this package.
 """
 
+import os
+import pickle
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+import cloudpickle
+from threadpoolctl import threadpool_limits
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,13 +25,24 @@ Told = Callable[[int], None]
 Worker = Callable[[], Callable[[Any, Told], Any]]
 
 
+# times that an item is given to a worker which is lost with it, before it is given up
+TRIES = 3
+
+
 class Poisoned(RuntimeError):
     """Items whose worker ended, on every try, before they were done; all other items are done."""
 
-    def __init__(self, why: dict[Any, str]) -> None:
+    def __init__(self, why: dict[Any, str], remedy: str = "") -> None:
         self.why = why
         items = ", ".join(f"{item} ({reason})" for item, reason in why.items())
-        super().__init__(f"the worker was lost each time it was given: {items}")
+        super().__init__(f"the worker was lost each time it was given: {items}{remedy and f'; {remedy}'}")
+
+
+class WorkerTraceback(Exception):
+    """Where in a worker it happened, as text: the last cause of an error that was raised there and is raised here."""
+
+    def __str__(self) -> str:
+        return f"in a worker:\n{self.args[0]}"
 
 
 @dataclass(frozen=True)
@@ -109,3 +127,84 @@ class _InlineSession:
         for item in items:
             self._work = self._work or self._worker()
             yield item, self._work(item, lambda rows: None)
+
+
+def packed(error: BaseException) -> bytes:
+    """An error and its causes, for another process: class, message, attributes and notes; what cannot be sent is left
+    out."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    return pickle.dumps(([_pack_one(each) for each in chain], "".join(traceback.format_exception(error))))
+
+
+def unpacked(data: bytes) -> BaseException:
+    """What `packed` made: the same classes, with the traceback of the worker as the last cause."""
+    chain, text = pickle.loads(data)
+    errors = [_unpack_one(*each) for each in chain]
+    for error, cause in zip(errors, [*errors[1:], WorkerTraceback(text)], strict=True):
+        error.__cause__ = cause
+    return errors[0]
+
+
+def _pack_one(error: BaseException) -> tuple[bytes, list[str]]:
+    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    try:
+        sent = cloudpickle.dumps(error)
+        if type(pickle.loads(sent)) is type(error):
+            return sent, notes
+    except Exception:
+        # an error whose constructor takes other arguments than it keeps, or that holds what cannot be sent
+        pass
+    try:
+        sent = cloudpickle.dumps((type(error), _sendable(error.args), _sendable(vars(error))))
+        if type(_unpack_one(sent, [])) is type(error):
+            return sent, notes
+    except Exception:
+        pass
+    return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")), notes
+
+
+def _unpack_one(sent: bytes, notes: list[str]) -> BaseException:
+    found = pickle.loads(sent)
+    if not isinstance(found, BaseException):
+        cls, args, state = found
+        # made without its constructor, which takes what is not known here
+        found = cls.__new__(cls, *args)
+        vars(found).update(state)
+    if notes:
+        found.__notes__ = notes
+    assert isinstance(found, BaseException)
+    return found
+
+
+def _sendable(values: Any) -> Any:
+    """The tuple or dictionary with what cannot be pickled as its text."""
+
+    def sent(value: Any) -> Any:
+        try:
+            cloudpickle.dumps(value)
+        except Exception:
+            return repr(value)
+        return value
+
+    if isinstance(values, dict):
+        return {name: sent(value) for name, value in values.items()}
+    return tuple(sent(value) for value in values)
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """The environment under which a process that starts computes on so many threads."""
+    return dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), str(threads)
+    )
+
+
+def use_threads(threads: int) -> None:
+    """From now on this process computes on so many threads: libraries that are loaded, and those that will be."""
+    os.environ.update(thread_variables(threads))
+    threadpool_limits(threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(threads)

@@ -2,20 +2,24 @@
 
 For every shard without a valid completion record: read batches, run the kernel, write one file atomically, record
 rows and counts. Resume, progress and accounting live here, so no stage has a loop of its own. Memory holds one batch,
-whatever the number or size of shards.
+whatever the number or size of shards. Where shards are worked on is `compute`'s matter; a place gets what it is to do
+by cloudpickle, so what a stage's functions refer to must be such that it can be sent.
 """
 
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 import pyarrow as pa
 
+from dagster_datamask.compute.base import Compute, Inline, Poisoned, Requests, Told
 from dagster_datamask.shards.generations import Generation, ShardRecord
-from dagster_datamask.shards.writer import ROW_GROUP_ROWS, table_file
+from dagster_datamask.shards.writer import ROW_GROUP_ROWS, remove_temps, table_file
 
 # A batch is what a kernel sees at once: large enough to sort texts by length, small enough for long documents.
 BATCH_ROWS = 1024
@@ -28,8 +32,9 @@ Kernel = Callable[[Any], tuple[pa.Table, int, Counts]]
 Progress = Callable[[int, int, str], None]
 
 
-class Reader(Protocol):
-    def __call__(self, shard: str) -> Iterable[Any]: ...
+# read(shard), or read(shard, given) where the stage gives its shards something
+Reader = Callable[..., Iterable[Any]]
+Given = Callable[[str], Any]
 
 
 def map_shards(
@@ -45,48 +50,155 @@ def map_shards(
     source: Callable[[str], Mapping[str, Any]] = lambda shard: {},
     origin: Callable[[str], str] = lambda shard: "",
     group_rows: int = ROW_GROUP_ROWS,
+    given: Callable[[], Given] | None = None,
+    compute: Compute = Inline(),
+    requests: Requests = Requests(),
+    inline_below: int = 0,
 ) -> list[ShardRecord]:
     """Completion records of all `shards`, computing those that are missing.
 
     `read(shard)` yields batches of any kind; the kernel turns one into (rows to write, rows it accounts for, counts by
-    reason). `kernel` and a callable `schema` are built on the first incomplete shard only, so a finished stage loads
-    no model. `progress(rows done, total_rows, shard)` is called after every batch. `source(shard)` is stored in the
-    record as what the shard was made from. `origin(shard)` names all that its bytes depend on: a shard that another
-    generation has made from the same is taken over, so that a shard that lands does not cost its neighbours' scores.
+    reason). `progress(rows done, total_rows, shard)` is called after every batch. `source(shard)`, called when a shard
+    is read, is stored in the record as what the shard was made from. `origin(shard)` names all that its bytes depend
+    on: a shard that another generation has made from the same is taken over, so that a shard that lands does not cost
+    its neighbours' scores.
+
+    `read`, `kernel`, `source` and a callable `schema` run where `compute` says, all on one worker; what they share they
+    share there, and nothing of it comes back but the record. A worker builds `kernel` and schema on its first shard
+    only, so a finished stage loads no model. `given()` is called here, before the first incomplete shard; what it
+    returns is called with each of them, and its result handed to `read` as a second argument: what only this machine's
+    scratch tells. With fewer rows to do than `inline_below`, or one shard, shards are done here if that is above 0.
+
+    The error of a shard carries its name as a note. Raises Poisoned, naming shards, when all others are done.
     """
-    records = []
-    run: Kernel | None = None
+    records: dict[str, ShardRecord] = {}
+    origins: dict[str, str] = {}
     done = 0
     for shard in shards:
-        try:
+        with _at(shard):
             record = generation.record(shard, ext)
-            made_from = origin(shard) if record is None else ""
-            if made_from:
-                record = generation.adopt(shard, ext, made_from)
             if record is None:
-                if run is None:
-                    run = kernel()
-                    schema = schema if isinstance(schema, pa.Schema) else schema()
-                counts: Counter[str] = Counter()
-                rows_in = 0
-                assert isinstance(schema, pa.Schema)
-                with table_file(generation.folder / f"{shard}{ext}", schema, group_rows) as writer:
-                    for batch in read(shard):
-                        table, rows, batch_counts = run(batch)
-                        writer.write(table)
-                        rows_in += rows
-                        counts.update(batch_counts)
-                        progress(done + rows_in, total_rows, shard)
-                record = generation.complete(
-                    shard, ext, rows=writer.rows, rows_in=rows_in, counts=counts, source=source(shard), origin=made_from
-                )
-        except Exception as error:
-            error.add_note(f"{AT_SHARD}{shard}")
-            raise
-        done += record.rows_in
-        progress(done, total_rows, shard)
-        records.append(record)
-    return records
+                origins[shard] = origin(shard)
+                record = generation.adopt(shard, ext, origins[shard]) if origins[shard] else None
+        if record is not None:
+            records[shard] = record
+            done += record.rows_in
+            progress(done, total_rows, shard)
+    missing = [shard for shard in shards if shard not in records]
+    if not missing:
+        return [records[shard] for shard in shards]
+    if inline_below and (len(missing) == 1 or total_rows - done < inline_below):
+        compute = Inline()
+    reached = dict.fromkeys(missing, 0)
+
+    def told(task: _Task, rows: int) -> None:
+        reached[task.shard] = rows
+        progress(done + sum(reached.values()), total_rows, task.shard)
+
+    with _at(missing[0]):
+        tasks = _Tasks(missing, origins, None if given is None else given())
+    worker = _Worker(generation, read, kernel, schema, ext, source, group_rows)
+    try:
+        for task, record in compute.each(worker, tasks, requests=requests, told=told):
+            del reached[task.shard]
+            records[task.shard] = record
+            done += record.rows_in
+            progress(done + sum(reached.values()), total_rows, task.shard)
+    except Poisoned as error:
+        raise Poisoned({task.shard: why for task, why in error.why.items()}) from error
+    finally:
+        # what lost workers left half-written; those of this call have ended
+        if not isinstance(compute, Inline):
+            remove_temps(generation.folder)
+    return [records[shard] for shard in shards]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A shard to do, and what of this machine it needs for that."""
+
+    shard: str
+    origin: str = field(compare=False)
+    given: tuple[Any, ...] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.shard
+
+
+class _Tasks(Sequence[_Task]):
+    """The tasks of `shards`, each made when it is asked for: what all of them are given together may be large."""
+
+    def __init__(self, shards: Sequence[str], origins: Mapping[str, str], given: Given | None) -> None:
+        self._shards, self._origins, self._given = shards, origins, given
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @overload
+    def __getitem__(self, at: int) -> _Task: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[_Task]: ...
+
+    def __getitem__(self, at: int | slice) -> _Task | Sequence[_Task]:
+        if isinstance(at, slice):
+            return _Tasks(self._shards[at], self._origins, self._given)
+        shard = self._shards[at]
+        with _at(shard):
+            return _Task(shard, self._origins[shard], () if self._given is None else (self._given(shard),))
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """What a place to compute is sent: how to do a shard."""
+
+    generation: Generation
+    read: Reader
+    kernel: Callable[[], Kernel]
+    schema: pa.Schema | Callable[[], pa.Schema]
+    ext: str
+    source: Callable[[str], Mapping[str, Any]]
+    group_rows: int
+
+    def __call__(self) -> Callable[[_Task, Told], ShardRecord]:
+        built: list[tuple[Kernel, pa.Schema]] = []
+
+        def work(task: _Task, told: Told) -> ShardRecord:
+            with _at(task.shard):
+                if not built:
+                    run = self.kernel()
+                    built.append((run, self.schema if isinstance(self.schema, pa.Schema) else self.schema()))
+                return self._done(task, told, *built[0])
+
+        return work
+
+    def _done(self, task: _Task, told: Told, run: Kernel, schema: pa.Schema) -> ShardRecord:
+        shard, counts, rows_in = task.shard, Counter[str](), 0
+        with table_file(self.generation.folder / f"{shard}{self.ext}", schema, self.group_rows) as writer:
+            for batch in self.read(shard, *task.given):
+                table, rows, batch_counts = run(batch)
+                writer.write(table)
+                rows_in += rows
+                counts.update(batch_counts)
+                told(rows_in)
+        return self.generation.complete(
+            shard,
+            self.ext,
+            rows=writer.rows,
+            rows_in=rows_in,
+            counts=counts,
+            source=self.source(shard),
+            origin=task.origin,
+        )
+
+
+@contextmanager
+def _at(shard: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{AT_SHARD}{shard}")
+        raise
 
 
 def every_seconds(report: Callable[[str], None], what: str, unit: str = "rows", seconds: float = 5.0) -> Progress:

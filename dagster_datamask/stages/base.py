@@ -10,12 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
+
 from dagster_datamask.accelerator import Accelerator
+from dagster_datamask.compute.base import Compute, Inline, Poisoned, Requests
+from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import digest
 from dagster_datamask.settings import STRATEGIES, Settings
-from dagster_datamask.shards.engine import Progress, every_seconds
+from dagster_datamask.shards.engine import Given, Kernel, Progress, Reader, every_seconds, map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
+from dagster_datamask.shards.writer import ROW_GROUP_ROWS
 
 # Read by a stage, but identified by content: the fingerprint holds the revision of what the path or hub id names, so
 # a moved folder changes nothing.
@@ -57,6 +62,8 @@ class Stage:
     on_accelerator: bool = False
     # of a Group-MATES stage, from 1; 0 for what belongs to none
     number: int = 0
+    # from how many rows on processes of this machine save more than their start costs; None: it uses all cores itself
+    rows_worth_processes: int | None = None
     # what is read under some settings alone
     optional: tuple[tuple[str, Callable[[Settings], bool]], ...] = ()
 
@@ -765,9 +772,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """What a stage runs with: the root, its settings, the device, and where to tell progress.
+    """What a stage runs with: the root, its settings, the device, where to tell progress, and where shards are worked
+    on.
 
-    `in_force` are the settings of datamask.toml; `settings` differ from them where the Launchpad overrode some.
+    `in_force` are the settings of datamask.toml; `settings` differ from them where the Launchpad overrode some. Sent to
+    a worker it has no log, no place but the worker itself, and one process: that one.
     """
 
     store: Store
@@ -775,6 +784,72 @@ class Run:
     in_force: Settings
     accelerator: Accelerator
     log: Callable[[str], None]
+    compute: Compute = Inline()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings, in_force = (s.replace({"compute.processes": 1}) for s in (self.settings, self.in_force))
+        return Run, (self.store, settings, in_force, self.accelerator, _unheard)
+
+    def map_shards(
+        self,
+        stage: Stage,
+        generation: Generation,
+        shards: Sequence[str],
+        read: Reader,
+        kernel: Callable[[], Kernel],
+        schema: pa.Schema | Callable[[], pa.Schema],
+        *,
+        ext: str,
+        total_rows: int,
+        source: Callable[[str], Mapping[str, Any]] = lambda shard: {},
+        origin: Callable[[str], str] = lambda shard: "",
+        group_rows: int = ROW_GROUP_ROWS,
+        given: Callable[[], Given] | None = None,
+    ) -> list[ShardRecord]:
+        """`shards.engine.map_shards` where this run computes, with what the stage takes there.
+
+        Processes of this machine are used where they save more than their start costs, and not by a stage that uses all
+        cores by itself. Raises Poisoned with the remedy.
+        """
+        here = isinstance(self.compute, Inline | Processes)
+        try:
+            return map_shards(
+                generation,
+                shards,
+                read,
+                kernel,
+                schema,
+                ext=ext,
+                total_rows=total_rows,
+                progress=self.progress(stage, generation.snapshot),
+                source=source,
+                origin=origin,
+                group_rows=group_rows,
+                given=given,
+                compute=Inline() if here and stage.rows_worth_processes is None else self.compute,
+                requests=self.requests(stage),
+                inline_below=(stage.rows_worth_processes or 0) if here else 0,
+            )
+        except Poisoned as error:
+            aside = ", ".join(f'"{generation.snapshot}/{shard}"' for shard in error.why)
+            raise Poisoned(
+                error.why,
+                "all others are done. Where memory ran out give a worker more of it (a smaller compute.processes, on a "
+                "cluster memory_gb in compute.requests) and run it again; to go on without, set source.set_aside = "
+                f"[{aside}] and materialise raw_shards again",
+            ) from error
+
+    def requests(self, stage: Stage) -> Requests:
+        """What one worker of the stage takes of a cluster: as compute.requests has it, else a core for each of
+        compute.threads, and an accelerator where the stage computes on one."""
+        asked = self.settings.compute.requests.get(stage.name)
+        cpus = float(max(1, self.settings.compute.threads))
+        gpus = 1.0 if stage.on_accelerator and self.accelerator.is_cuda else 0.0
+        if asked is None:
+            return Requests(cpus, gpus)
+        return Requests(
+            cpus if asked.cpus is None else asked.cpus, gpus if asked.gpus is None else asked.gpus, asked.memory_gb
+        )
 
     def inputs(self, stage: Stage, snapshot: str | None, names: Sequence[str] | None = None) -> dict[str, Published]:
         """The published inputs of `stage`, resolved once, by name; those in `names`, or all.
@@ -828,6 +903,10 @@ class Run:
 
     def progress(self, stage: Stage, snapshot: str | None) -> Progress:
         return every_seconds(self.log, f"{stage.name} {snapshot}" if snapshot else stage.name)
+
+
+def _unheard(message: str) -> None:
+    """The log of a worker: progress is told where its results are taken."""
 
 
 def fingerprints(inputs: Mapping[str, Published]) -> dict[str, str]:
