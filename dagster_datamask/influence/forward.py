@@ -26,6 +26,7 @@ from dagster_datamask.influence.language_model import Checkpoint, Moments
 # logits that are held at once, and rows below which a product reads the output embeddings too often
 _LOGITS = 1 << 20
 _LEAST_ROWS = 128
+_MLP_ROWS = 256
 
 
 class NextToken(nn.Module):
@@ -65,7 +66,7 @@ class NextToken(nn.Module):
         states, head = self.states(tokens, at), self.model.get_output_embeddings()
         rows = max(_LEAST_ROWS, _LOGITS // head.weight.shape[0])
         parts = zip(states.split(rows), targets.split(rows), strict=True)
-        return torch.cat([functional.cross_entropy(head(x).float(), y, reduction="none") for x, y in parts])
+        return torch.cat([_cross_entropy(head(x).float(), y) for x, y in parts])
 
     def _agrees(self) -> bool:
         """Whether the output embeddings alone lead from the last hidden states to the logits; some models scale or
@@ -80,6 +81,13 @@ class NextToken(nn.Module):
             whole = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
             apart = self.model.get_output_embeddings()(self.states(tokens, at))
         return whole.shape == apart.shape and torch.allclose(whole, apart, rtol=1e-4, atol=1e-4)
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """float32[k] of logits[k, vocabulary], which are written over: torch's own keeps a second table of that size."""
+    wanted = logits.gather(1, targets[:, None])[:, 0]
+    largest = logits.amax(dim=1, keepdim=True)
+    return logits.sub_(largest).exp_().sum(dim=1).log_() + largest[:, 0] - wanted
 
 
 def mean_loss(following: NextToken, batches: "Sequence[Batch]") -> torch.Tensor:
@@ -110,10 +118,19 @@ def gpt2_states(decoder: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.T
             # what follows stays within a token
             x, found = x[at], found[at]
         x = x + torch.addmm(attention.c_proj.bias, found, attention.c_proj.weight)
-        inner = torch.addmm(mlp.c_fc.bias, block.ln_2(x), mlp.c_fc.weight)
-        x = x + torch.addmm(mlp.c_proj.bias, _gelu(inner), mlp.c_proj.weight)
+        x = x + _mlp(mlp, block.ln_2(x))
     states: torch.Tensor = decoder.ln_f(x)
     return states
+
+
+def _mlp(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    # without gradients what is between the products is used once: some rows at a time, it stays in a core's cache
+    parts = [x] if torch.is_grad_enabled() or x.is_cuda else x.split(_MLP_ROWS)
+    found = [
+        torch.addmm(mlp.c_proj.bias, _gelu(torch.addmm(mlp.c_fc.bias, part, mlp.c_fc.weight)), mlp.c_proj.weight)
+        for part in parts
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
     return (
         Stage(
             f"{prefix}rollout_sets",
-            "2",
+            "3",
             (
                 *_REFERENCE,
                 *_group_mates(
@@ -313,7 +313,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}continued_model",
-            "2",
+            "3",
             tuple(sorted({*_LANGUAGE_MODEL, *_REFERENCE, *_GROUP_SELECTION})),
             (checkpoint_of(number), f"{prefix}influence_model"),
             "group_mates",
