@@ -12,6 +12,7 @@ from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.shards.engine import AT_SHARD
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import BadShard, InconsistentFiles, ShardReplaced
+from dagster_datamask.shards.source import SourceUnreachable
 
 # errors of this project and of what it is given: their message is the whole story
 EXPECTED = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
@@ -96,7 +97,7 @@ def _verdict(error: BaseException) -> bool | None:
         return status in _TRANSIENT_STATUS
     if names & _TRANSIENT_NAMES or isinstance(error, TimeoutError | ConnectionError):
         return True
-    if isinstance(error, ModelUnavailable):
+    if isinstance(error, ModelUnavailable | SourceUnreachable):
         return None
     if isinstance(error, OSError) and not isinstance(error, ValueError):
         # a number that says neither is of the disk or the network on a bad day

@@ -14,7 +14,7 @@ from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.schemas import RAW, InconsistentFiles
-from dagster_datamask.shards.source import Shard, Source
+from dagster_datamask.shards.source import REVISION, Shard, Source
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,25 @@ class DocumentReader:
 
     def __init__(self, source: Source, raw: Published) -> None:
         assert raw.snapshot is not None
-        self._source = source
+        # a branch that moved meanwhile moves nothing that was begun
+        self._source = source.at(raw.facts.get(REVISION))
         self._raw = raw
-        self._shards = {shard.name: shard for shard in source.shards(raw.snapshot)}
+        self._shards = {shard.name: shard for shard in self._source.shards(raw.snapshot)}
 
     def shard(self, name: str) -> Shard:
         """The source shard. Raises InconsistentFiles if it is gone or was rewritten since raw_shards read it."""
-        shard = self._shards.get(name)
-        if shard is None:
+        return self._proved(name, as_listed=False)
+
+    def _proved(self, name: str, *, as_listed: bool) -> Shard:
+        try:
+            shard = self._shards[name]
+            content = self._source.content(shard, as_listed=as_listed)
+        except (KeyError, FileNotFoundError):
             raise InconsistentFiles(
                 f"{self._source.url}: shard {name} of {self._raw.snapshot} is gone since raw_shards read it; "
                 "materialise raw_shards again"
-            )
-        if self._source.content(shard) != self._raw.record(name).source["content"]:
+            ) from None
+        if content != self._raw.record(name).source["content"]:
             raise InconsistentFiles(
                 f"{shard.path} was rewritten since raw_shards read it; materialise raw_shards again"
             )
@@ -59,7 +65,7 @@ class DocumentReader:
 
     def batches(self, name: str, columns: Sequence[str] | None, rows: int = BATCH_ROWS) -> Iterator[Documents]:
         """Batches of at most `rows` documents of a shard; `columns` of the source, None for all it has."""
-        shard = self.shard(name)
+        shard = self._proved(name, as_listed=True)
         raw = _Forward(read_batches(self._raw.path(name), None, rows))
         first = 0
         for batch in self._source.batches(shard, columns, rows):
@@ -68,7 +74,7 @@ class DocumentReader:
             yield Documents(table, pa.Table.from_batches([batch]).take(positions))
             first += len(batch)
         # rewritten in place meanwhile, it may have given some old texts and some new ones
-        self.shard(name)
+        self._proved(name, as_listed=False)
 
 
 class _Forward:

@@ -6,7 +6,7 @@ their writers' matter.
 
 from pathlib import Path
 
-from dagster_datamask.shards.source import SNAPSHOT_KEY
+from dagster_datamask.shards.source import SNAPSHOT_KEY, unusable_name
 
 # as in FineWeb: a reader of some rows does not pay for many texts
 TEXT_GROUP_ROWS = 1000
@@ -16,6 +16,6 @@ def laid_out(folder: Path, snapshot: str, shard: str, *, kind: str = "data", ext
     """The file of a shard below `folder`. Raises ValueError for a name that is no name of one file or folder."""
     if not SNAPSHOT_KEY.fullmatch(snapshot):
         raise ValueError(f"snapshot {snapshot!r} cannot be a folder's name: use letters, digits, '.', '_' and '-' only")
-    if not shard or shard[0] in "._" or any(c in "/\\" or not c.isprintable() for c in shard):
-        raise ValueError(f"shard {shard!r} of {snapshot} cannot be a file's name; rename it")
+    if why := unusable_name(shard):
+        raise ValueError(f"shard {shard!r} of {snapshot} cannot be a file's name: {why}; rename it")
     return folder / kind / snapshot / f"{shard}{ext}"

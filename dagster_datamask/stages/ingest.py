@@ -19,7 +19,7 @@ from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenize
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
-from dagster_datamask.shards.source import Shard, Source
+from dagster_datamask.shards.source import REVISION, Shard, Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
 
@@ -66,7 +66,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
     footers = {name: source.footer(shard) for name, shard in by_name.items()}
     # the export would fail on these columns after all the work is done
     joined((by_name[name].path, footer.schema) for name, footer in footers.items())
-    contents = {name: source.content(shard) for name, shard in by_name.items()}
+    contents = {name: source.content(shard, as_listed=True) for name, shard in by_name.items()}
     total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
     inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
@@ -113,6 +113,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
             "quarantined_shards": len(bad),
             "source_bytes": sum(shard.size for shard in by_name.values()),
             _RECOMPUTED: sum(record.source[_RECOMPUTED] for record in records),
+            **({REVISION: source.revision} if source.revision else {}),
         }
         return finish(generation, records, ".parquet", facts=facts, expected_rows=total, checks=(complete,))
 

@@ -191,7 +191,7 @@ def test_a_snapshot_without_shards_is_left_out_of_those_that_are_filled(tmp_path
 
 def test_the_name_of_a_side_file_is_refused(tmp_path: Path) -> None:
     put(tmp_path / "S" / "quarantined_shards.parquet")
-    with pytest.raises(SourceError, match=r"quarantined_shards\.parquet: a shard cannot be called"):
+    with pytest.raises(SourceError, match=r"quarantined_shards\.parquet': a shard cannot be called"):
         Source(str(tmp_path)).shards("S")
 
 
