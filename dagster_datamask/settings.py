@@ -474,13 +474,19 @@ class ComputeSettings(Section):
     requests: dict[str, RequestSettings] = Field(
         {}, description="what a worker takes of the cluster, by asset: {e5_embeddings = {cpus = 8, gpus = 1}}"
     )
+    executor: Literal["in_process", "k8s_job"] = Field(
+        "in_process", description="a run's steps: in its own process, or each in a pod of Kubernetes (the extra k8s)"
+    )
+    gpu_nodes: dict[str, str] = Field(
+        {}, description="with executor k8s_job: labels of the nodes that steps with a GPU go to"
+    )
     device: str = Field("auto", description="auto | cpu | cuda:i")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="precision of forward passes")
     memory_limit_gb: float | None = Field(None, gt=0, description="what a stage may plan to use; null: what there is")
     processes: int = Field(
         0,
         ge=0,
-        description="processes of this machine that shards, fastText and rollouts are spread over; 0: one a core",
+        description="processes of this machine for shards, fastText and rollouts; 0: one per core",
     )
     threads: int = Field(
         0, ge=0, description="of PyTorch and BLAS in whatever computes, for equal bits on unequal machines; 0: by cores"

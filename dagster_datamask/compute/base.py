@@ -54,6 +54,9 @@ class Requests:
     memory_gb: float | None = None
 
 
+ONE_CORE = Requests()
+
+
 class Session(Protocol):
     """Workers that stay, with what they hold, for work that comes in many short rounds."""
 
@@ -74,7 +77,7 @@ class Compute(Protocol):
         worker: Callable[[], Callable[[Item, Told], Result]],
         items: Sequence[Item],
         *,
-        requests: Requests = Requests(),
+        requests: Requests = ONE_CORE,
         told: Callable[[Item, int], None] = lambda item, rows: None,
     ) -> Iterator[tuple[Item, Result]]:
         """Every item with its result, in the order in which they are done.
@@ -88,7 +91,7 @@ class Compute(Protocol):
         """
 
     def session(
-        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = Requests()
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = ONE_CORE
     ) -> AbstractContextManager[Session]:
         """Workers for many rounds: each is built once and kept until the context ends."""
 
@@ -103,7 +106,7 @@ class Inline:
         worker: Callable[[], Callable[[Item, Told], Result]],
         items: Sequence[Item],
         *,
-        requests: Requests = Requests(),
+        requests: Requests = ONE_CORE,
         told: Callable[[Item, int], None] = lambda item, rows: None,
     ) -> Iterator[tuple[Item, Result]]:
         work: Callable[[Item, Told], Result] | None = None
@@ -113,9 +116,12 @@ class Inline:
 
     @contextmanager
     def session(
-        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = Requests()
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = ONE_CORE
     ) -> Iterator[Session]:
         yield _InlineSession(worker)
+
+
+INLINE = Inline()
 
 
 class _InlineSession:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import cloudpickle
 
 from dagster_datamask.compute.base import (
+    ONE_CORE,
     TRIES,
     Item,
     Poisoned,
@@ -60,7 +61,7 @@ class Processes:
         worker: Callable[[], Callable[[Item, Told], Result]],
         items: Sequence[Item],
         *,
-        requests: Requests = Requests(),
+        requests: Requests = ONE_CORE,
         told: Callable[[Item, int], None] = lambda item, rows: None,
     ) -> Iterator[tuple[Item, Result]]:
         """As Compute.each; `requests` are for a cluster."""
@@ -69,7 +70,7 @@ class Processes:
 
     @contextmanager
     def session(
-        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = Requests()
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = ONE_CORE
     ) -> Iterator[Session]:
         """As Compute.session."""
         with self._job(worker) as job:

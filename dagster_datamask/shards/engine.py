@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import pyarrow as pa
 
-from dagster_datamask.compute.base import Compute, Inline, Poisoned, Requests, Told
+from dagster_datamask.compute.base import INLINE, ONE_CORE, Compute, Inline, Poisoned, Requests, Told
 from dagster_datamask.shards.generations import Generation, ShardRecord
 from dagster_datamask.shards.writer import ROW_GROUP_ROWS, remove_temps, table_file
 
@@ -51,8 +51,8 @@ def map_shards(
     origin: Callable[[str], str] = lambda shard: "",
     group_rows: int = ROW_GROUP_ROWS,
     given: Callable[[], Given] | None = None,
-    compute: Compute = Inline(),
-    requests: Requests = Requests(),
+    compute: Compute = INLINE,
+    requests: Requests = ONE_CORE,
     inline_below: int = 0,
 ) -> list[ShardRecord]:
     """Completion records of all `shards`, computing those that are missing.
@@ -88,7 +88,7 @@ def map_shards(
     if not missing:
         return [records[shard] for shard in shards]
     if inline_below and (len(missing) == 1 or total_rows - done < inline_below):
-        compute = Inline()
+        compute = INLINE
     reached = dict.fromkeys(missing, 0)
 
     def told(task: _Task, rows: int) -> None:

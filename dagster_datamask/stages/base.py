@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.compute.base import Compute, Inline, Poisoned, Requests
+from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import digest
 from dagster_datamask.settings import STRATEGIES, Settings
@@ -784,7 +784,7 @@ class Run:
     in_force: Settings
     accelerator: Accelerator
     log: Callable[[str], None]
-    compute: Compute = Inline()
+    compute: Compute = INLINE
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings, in_force = (s.replace({"compute.processes": 1}) for s in (self.settings, self.in_force))
@@ -826,7 +826,7 @@ class Run:
                 origin=origin,
                 group_rows=group_rows,
                 given=given,
-                compute=Inline() if here and stage.rows_worth_processes is None else self.compute,
+                compute=INLINE if here and stage.rows_worth_processes is None else self.compute,
                 requests=self.requests(stage),
                 inline_below=(stage.rows_worth_processes or 0) if here else 0,
             )
