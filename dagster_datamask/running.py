@@ -156,7 +156,8 @@ def materialise(
 
 def staged_summary(store: Store, settings: Settings, snapshots: Sequence[str]) -> list[dict[str, Any]]:
     """One row per finished Group-MATES stage: documents chosen of these snapshots, how many of them datamask_masks
-    keeps too, predicted influence, and the loss on the held-out reference before and after training on them."""
+    keeps too, mean predicted influence of each by itself, the share that influence alone would choose, and the loss on
+    the held-out reference before and after training on them."""
     rows = []
     for number in range(1, settings.group_mates.stages + 1):
         trained = store.published(f"stage_{number}/continued_model")
@@ -175,6 +176,7 @@ def staged_summary(store: Store, settings: Settings, snapshots: Sequence[str]) -
                 "influence_kept": sum((f["influence_kept"] or 0.0) * f["kept"] for f in facts) / max(1, kept),
                 "influence_of_pool": sum((f["influence_of_pool"] or 0.0) * f["documents"] for f in facts)
                 / max(1, sum(f["documents"] for f in facts)),
+                "by_influence_alone": sum((f["overlap_individual"] or 0.0) * f["kept"] for f in facts) / max(1, kept),
                 "held_out_loss_before": trained.facts.get("held_out_loss_before"),
                 "held_out_loss_after": trained.facts.get("held_out_loss_after"),
             }
