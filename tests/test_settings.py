@@ -146,6 +146,8 @@ OTHER = {
     "compute.threads": 2,
     "compute.backend": "ray",
     "compute.ray_address": "auto",
+    "compute.executor": "k8s_job",
+    "compute.gpu_nodes": {"accelerator": "h200"},
     "compute.requests": {"e5_embeddings": RequestSettings(cpus=8.0, gpus=1.0, memory_gb=32.0)},
 }
 
@@ -235,6 +237,8 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         "compute.threads",
         "compute.backend",
         "compute.ray_address",
+        "compute.executor",
+        "compute.gpu_nodes",
         "compute.requests",
         "compute.memory_limit_gb",
     }
