@@ -12,6 +12,7 @@ from dagster_datamask.jobs import build_jobs
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
+from dagster_datamask.resources.pods import executor
 from dagster_datamask.resources.pools import wait_without_spinning
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.sensors.new_embeddings import build_new_embeddings
@@ -78,8 +79,7 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
             **resources,
         },
         loggers={"console": console},
-        # one process a run: models and libraries load once, and a step costs no process start
-        executor=dg.in_process_executor,
+        executor=executor(settings),
     )
 
 

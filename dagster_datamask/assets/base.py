@@ -22,6 +22,7 @@ from dagster_datamask.reporting.tables import png_markdown
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.config import config_class, effective
 from dagster_datamask.resources.models import ModelsResource
+from dagster_datamask.resources.pods import op_tags
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.engine import peak_memory_mb
@@ -178,6 +179,7 @@ class StageAsset:
             owners=["team:datamask"],
             kinds={"torch"} if stage.on_accelerator else {"html"} if stage.group == "reports" else {"parquet"},
             pool="gpu" if stage.on_accelerator else None,
+            op_tags=op_tags(stage, settings),
             check_specs=_check_specs(stage),
             retry_policy=RETRIES,
         )(asset)
