@@ -10,6 +10,7 @@ from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import build_jobs
 from dagster_datamask.resources.accelerator import AcceleratorResource
+from dagster_datamask.resources.compute import ComputeResource
 from dagster_datamask.resources.console import console
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.pods import executor
@@ -57,7 +58,7 @@ ASSETS: tuple[StageAsset, ...] = (
 
 
 def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) -> dg.Definitions:
-    """The definitions for `settings`; `resources` replaces storage, accelerator or models."""
+    """The definitions for `settings`; `resources` replaces storage, accelerator, models or compute."""
     jobs = build_jobs(settings)
     return dg.Definitions(
         assets=[asset.build(settings) for asset in ASSETS if asset.stage.name in active(settings)],
@@ -76,6 +77,7 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
             "storage": StorageResource.from_settings(settings),
             "accelerator": AcceleratorResource.from_settings(settings),
             "models": ModelsResource.from_settings(settings),
+            "compute": ComputeResource.from_settings(settings),
             **resources,
         },
         loggers={"console": console},

@@ -20,6 +20,7 @@ from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import asset_key, cc_snapshot
 from dagster_datamask.reporting.tables import png_markdown
 from dagster_datamask.resources.accelerator import AcceleratorResource
+from dagster_datamask.resources.compute import ComputeResource
 from dagster_datamask.resources.config import config_class, effective
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.pods import op_tags
@@ -146,7 +147,7 @@ class StageAsset:
     beside: Callable[[Run], dict[str, Any]] = lambda run: {}
 
     def build(self, settings: Settings) -> dg.AssetsDefinition:
-        stage, compute = self.stage, self.compute
+        stage, work = self.stage, self.compute
         partitions = cc_snapshot if stage.partitioned else None
 
         def asset(
@@ -155,13 +156,21 @@ class StageAsset:
             storage: StorageResource,
             accelerator: AcceleratorResource,
             models: ModelsResource,
+            compute: ComputeResource,
         ) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult]:
             started = time.monotonic()
             try:
                 used = models.apply(effective(stage, config, settings))
-                run = Run(storage.store(), used, settings, accelerator.accelerator(), context.log.info)
+                run = Run(
+                    storage.store(),
+                    used,
+                    settings,
+                    accelerator.accelerator(),
+                    context.log.info,
+                    compute.compute(context.log.info, storage.root),
+                )
                 snapshot = context.partition_key if stage.partitioned else ""
-                outcome = compute(run, storage.documents(), snapshot)
+                outcome = work(run, storage.documents(), snapshot)
             except Exception as error:
                 raise _failure(error) from error
             experiment = used.subset(stage.reads) != settings.subset(stage.reads)
@@ -275,7 +284,7 @@ def _metadata(
     if published.ext == ".html":
         metadata["page"] = dg.MetadataValue.path(str(published.path(published.shards[0])))
     metadata |= {
-        "path": dg.MetadataValue.path(str(published.folder)),
+        "path": dg.MetadataValue.path(published.where),
         "fingerprint": published.fingerprint,
         "seconds": round(seconds, 3),
         "peak_memory_mb": round(peak_memory_mb(), 1),

@@ -95,6 +95,9 @@ class Compute(Protocol):
     ) -> AbstractContextManager[Session]:
         """Workers for many rounds: each is built once and kept until the context ends."""
 
+    def close(self) -> None:
+        """End what was started for it."""
+
 
 class Inline:
     """This process: items one after another."""
@@ -119,6 +122,9 @@ class Inline:
         self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = ONE_CORE
     ) -> Iterator[Session]:
         yield _InlineSession(worker)
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 INLINE = Inline()

@@ -4,6 +4,7 @@
 the Launchpad's fields and the manifest's settings check all come from it, so they cannot disagree.
 """
 
+import difflib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import digest
-from dagster_datamask.settings import STRATEGIES, Settings
+from dagster_datamask.settings import STRATEGIES, Settings, SettingsError
 from dagster_datamask.shards.engine import Given, Kernel, Progress, Reader, every_seconds, map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
@@ -732,6 +733,14 @@ def fitting_job(stage: Stage) -> str:
     return f"group_mates_{'continue' if stage.name.endswith('continued_model') else 'fit'}_{max(1, stage.number)}"
 
 
+def check_requests(settings: Settings) -> None:
+    """Raise SettingsError where compute.requests names what is no stage, naming the nearest."""
+    for name in settings.compute.requests:
+        if name not in STAGES:
+            (near,) = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)
+            raise SettingsError(f"compute.requests: {name!r} is no asset; did you mean {near!r}?")
+
+
 def lineage(names: Iterable[str], settings: Settings) -> list[str]:
     """`names` and all that they are made from under these settings, in the table's order."""
     found: set[str] = set()
@@ -879,7 +888,7 @@ class Run:
         if published is None and stage.group in ("group_mates", "baselines") and not stage.partitioned:
             order = ", or `datamask run`, which knows the order" if stage.group == "group_mates" else ""
             raise NotPublished(
-                f"{name} is not published under {self.store.root}; run the job {fitting_job(stage)} first{order}"
+                f"{name} is not published under {self.store.where}; run the job {fitting_job(stage)} first{order}"
             )
         return published or self.store.current(name, snapshot if stage.partitioned else None)
 
