@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 import pyarrow as pa
 
-from dagster_datamask.selection.exact import MOST_TOKENS, Scored, cut
+from dagster_datamask.selection.exact import MOST_TOKENS, Scored, cut_of_one
 
 TOKENS = "tok"
 # characters of a number, and of its exponent: a larger one would be computed for hours
@@ -77,7 +77,7 @@ class Budget:
         falls short by less than the smallest document left out.
         """
         part = Scored(scores, ties, self.costs, self.groups)
-        at = cut(lambda: iter([part]), 1, self.amounts)
+        at = cut_of_one(part, self.amounts)
         whole = at.whole(part)
         if self.costs is None:
             return np.flatnonzero(whole)

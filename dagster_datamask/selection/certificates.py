@@ -10,6 +10,7 @@ it no bound is known.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from dagster_datamask.selection.exact import HALF_ULP_32, HALF_ULP_64, GridSum, ScalarSum, gamma
 from dagster_datamask.selection.objectives import Given, map_blocks
 from dagster_datamask.selection.passes import Part, Passes
+from dagster_datamask.selection.vectors import Feature
 
 # a share of less than this is a share of nothing
 NO_GAIN = 1e-9
@@ -165,18 +167,26 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     vectors = GridSum(passes.d, costs=passes.tokens, fine=passes.tokens)
     documents = amount = 0
     largest: dict[str, float] = {}
-    for _, part in passes.each():
-        for name, column in part.columns.items():
-            largest[name] = max(largest.get(name, 0.0), float(np.abs(column).max(initial=0.0)))
+    for of_part in passes.map(_largest_of_columns):
+        for name, most in of_part.items():
+            largest[name] = max(largest.get(name, 0.0), most)
     sums = {name: ScalarSum(most) for name, most in largest.items()}
-    for _, part in passes.each():
+    nothing, no_sums = vectors.empty(), {name: each.empty() for name, each in sums.items()}
+
+    def held(part: Part) -> tuple[int, int, GridSum, dict[str, ScalarSum]]:
         rows = np.flatnonzero(part.best)
         costs = None if part.costs is None else part.costs[rows]
-        documents += rows.size
-        amount += rows.size if costs is None else int(costs.sum())
-        part.vectors.add_to(rows, vectors, part.costs)
+        total, means = nothing.empty(), {name: no_sums[name].empty() for name in part.columns}
+        part.vectors.add_to(rows, total, part.costs)
         for name, column in part.columns.items():
-            sums[name].add(column[rows], costs)
+            means[name].add(column[rows], costs)
+        return rows.size, rows.size if costs is None else int(costs.sum()), total, means
+
+    for rows, taken, of_vectors, of_columns in passes.map(held):
+        documents, amount = documents + rows, amount + taken
+        vectors.join(of_vectors)
+        for name, of_column in of_columns.items():
+            sums[name].join(of_column)
     if not documents and passes.given is None:
         return Evaluation(0.0, None, None, 0.0, {}, {}, 0, 0 if passes.tokens else None, np.zeros(passes.d))
     everything, total = amount + passes.given_size, vectors.value()
@@ -208,6 +218,10 @@ def evaluate(passes: Passes, terms: Terms, others: dict[str, float] | None = Non
     )
 
 
+def _largest_of_columns(part: Part) -> dict[str, float]:
+    return {name: float(np.abs(column).max(initial=0.0)) for name, column in part.columns.items()}
+
+
 def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = None) -> float:
     """‖p‖² + the largest possible mean of the scores at p, in float64 from the stored vectors.
 
@@ -216,20 +230,24 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
     question are scored again: one whose float32 score lies more than twice that score's largest rounding error below
     the cut cannot be above it. extra: float64[N] to add to every score (of the one part there is).
     """
-    passes.score(point)
+    passes.score(point, extra)
     spread = 2.0 * rough_error(passes, point)
-    largest = 0.0
-    if extra is not None:
-        for _, part in passes.each():
-            part.scores += extra
     rough = passes.cut(lambda part: part.scores, passes.amounts)
-    for _, part in passes.each():
+    pieces = list(passes.pieces(point))
+
+    def score(part: Part) -> tuple[int, float]:
         rows = np.flatnonzero(part.scores >= rough.level(part.groups) - spread)
-        scores = _scores_at(passes, part, rows, point)
-        part.scores[:] = -np.inf
-        part.scores[rows] = scores if extra is None else scores + extra[rows]
-        largest = max(largest, float(np.abs(part.scores[rows]).max(initial=0.0)))
-        passes.reads += rows.size
+        scores = _scores_at(pieces, part, rows)
+        if extra is not None:
+            scores += extra[rows]
+        part.next_scores[:] = -np.inf
+        part.next_scores[rows] = scores
+        return rows.size, float(np.abs(scores).max(initial=0.0))
+
+    found = passes.map(score)
+    passes.parts.turn("scores")
+    passes.reads += sum(rows for rows, _ in found)
+    largest = max(most for _, most in found)
     given = passes.given_size * passes.given_linear
     if passes.given is not None:
         for _, scale, piece in passes.pieces(point):
@@ -239,12 +257,12 @@ def upper_bound(passes: Passes, point: np.ndarray, extra: np.ndarray | None = No
     return max(bound, 0.0) if passes.tokens and not passes.given_size and _may_be_empty(passes) else bound
 
 
-def _scores_at(passes: Passes, part: Part, rows: np.ndarray, point: np.ndarray) -> np.ndarray:
-    """float64[k]: the scores of these rows at the point, from the stored vectors."""
+def _scores_at(pieces: list[tuple[Feature, float, np.ndarray]], part: Part, rows: np.ndarray) -> np.ndarray:
+    """float64[k]: the scores of these rows at the point of these pieces, from the stored vectors."""
 
     def dots(a: int, b: int) -> np.ndarray:
         unit, found = part.vectors.double(rows[a:b]), np.zeros(b - a)
-        for feature, scale, piece in passes.pieces(point):
+        for feature, scale, piece in pieces:
             found += scale * feature.dots(unit, piece)
         return found
 
@@ -266,11 +284,7 @@ def _largest_mean(passes: Passes, given: float, largest: float) -> float:
     fewest, all_of_it = max(int(sum(least)) + passes.given_size, 1), int(sum(most)) + passes.given_size
     level = -np.inf
     for left in reversed(range(_ROUNDS)):
-        filled = np.zeros(most.size, np.int64)
-        for _, part in passes.each():
-            above = part.scores > level
-            tokens = part.cost[above]
-            filled += np.bincount(part.group[above], weights=tokens, minlength=most.size).astype(np.int64)
+        filled = sum(passes.map(partial(_tokens_above, level=level, groups=most.size)))
         amounts = [int(x) for x in np.clip(filled, least, most)]
         everything = sum(amounts) + passes.given_size
         total = given + _sum_above(passes, amounts, largest)
@@ -283,12 +297,22 @@ def _largest_mean(passes: Passes, given: float, largest: float) -> float:
     return level + max(excess / fewest, excess / all_of_it)
 
 
+def _tokens_above(part: Part, level: float, groups: int) -> np.ndarray:
+    above = part.scores > level
+    tokens = part.cost[above]
+    return np.bincount(part.group[above], weights=tokens, minlength=groups).astype(np.int64)
+
+
 def _longest(passes: Passes) -> np.ndarray:
     """int64[G]: the tokens of each group's largest document."""
-    longest = np.zeros(len(passes.amounts), np.int64)
-    for _, part in passes.each():
-        np.maximum.at(longest, part.group, part.cost)
-    return longest
+    groups = len(passes.amounts)
+
+    def longest(part: Part) -> np.ndarray:
+        found = np.zeros(groups, np.int64)
+        np.maximum.at(found, part.group, part.cost)
+        return found
+
+    return np.max(passes.map(longest), axis=0)
 
 
 def _may_be_empty(passes: Passes) -> bool:
@@ -297,13 +321,20 @@ def _may_be_empty(passes: Passes) -> bool:
 
 def _sum_above(passes: Passes, amounts: list[int], largest: float) -> float:
     """Σ cost·score of the best documents that hold these amounts, the last one of each group by its part."""
-    at, total, rest = passes.cut(lambda part: part.scores, amounts), ScalarSum(largest), []
-    for _, part in passes.each():
-        scored = part.scored(part.scores)
+    at, total = passes.cut(lambda part: part.scores, amounts), ScalarSum(largest)
+    nothing = total.empty()
+
+    def above(part: Part) -> tuple[ScalarSum, list[float]]:
+        scored, found = part.scored(part.scores), nothing.empty()
         rows = np.flatnonzero(at.whole(scored))
-        total.add(part.scores[rows], None if part.costs is None else part.costs[rows])
-        for row, fraction in zip(*at.partial(scored), strict=True):
-            rest.append(float(fraction * part.cost[row] * part.scores[row]))
+        found.add(part.scores[rows], None if part.costs is None else part.costs[rows])
+        partly = zip(*at.partial(scored), strict=True)
+        return found, [float(fraction * part.cost[row] * part.scores[row]) for row, fraction in partly]
+
+    rest: list[float] = []
+    for found, partly in passes.map(above):
+        total.join(found)
+        rest += partly
     return total.value() + sum(sorted(rest))
 
 

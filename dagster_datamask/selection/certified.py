@@ -126,9 +126,7 @@ def relax(passes: Passes, start: Start, options: CertifiedOptions, progress: Pro
     hull = _Hull(passes.size)
     if start.feasible:
         hull.start(start.point, start.linear)
-        share = passes.amount / passes.n
-        for _, part in passes.each():
-            part.base[:] = share
+        passes.spread(passes.amount / passes.n)
     if _is_enumerable(passes):
         state.optimum = _enumerate(passes, state)
         _log(state, options, "enumerated", progress)
@@ -266,9 +264,8 @@ def round_and_polish(
 
     Under a token budget what is left of it is then filled with documents that still fit, whatever they add.
     """
-    low, high = np.inf, -np.inf
-    for _, part in passes.each():
-        low, high = min(low, part.scores.min(initial=np.inf)), max(high, part.scores.max(initial=-np.inf))
+    found = passes.map(lambda part: (part.scores.min(initial=np.inf), part.scores.max(initial=-np.inf)))
+    low, high = min(low for low, _ in found), max(high for _, high in found)
     # equal weights are ordered by score
     tilt = 1e-9 / (high - low) if high > low else 0.0
 
@@ -387,11 +384,17 @@ def _both_sides(passes: Passes, inside: int, most: int) -> Gathered:
 
 def _fill(passes: Passes, keys: Callable[[Part], np.ndarray]) -> Vertex:
     """Members and, in the order of their keys, the documents that still fit into what their group is to get."""
-    held = np.zeros(len(passes.amounts), np.int64)
-    out = 0
-    for _, part in passes.each():
+    groups = len(passes.amounts)
+    held = np.zeros(groups, np.int64)
+
+    def hold(part: Part) -> np.ndarray:
+        held = np.zeros(groups, np.int64)
         np.add.at(held, part.group[part.member], part.cost[part.member])
-        out += int(np.count_nonzero(~part.member))
+        return held
+
+    for of_part in passes.map(hold):
+        held += of_part
+    out = passes.count(lambda part: ~part.member)
     documents = _best(passes, lambda part: np.where(part.member, -np.inf, keys(part)), min(_FILL, out))
     room = np.array(passes.amounts) - held
     come = np.zeros(len(documents), bool)
@@ -457,10 +460,13 @@ def _solve_screened(passes: Passes, at: Cut, gap: float) -> tuple[np.ndarray, fl
         y = moved + (momentum - 1.0) / following * (moved - x)
         x, momentum = moved, following
     passes.reads += (2 * inner + 2) * len(free)
-    for number, part in passes.each():
+
+    def weigh(part: Part, free: tuple[np.ndarray, np.ndarray]) -> None:
         part.base[:] = _away(part, at) > radius
-        here = free.part == number
-        part.base[free.row[here]] = x[here]
+        part.base[free[0]] = free[1]
+
+    theirs = [free.part == number for number in range(len(passes.parts))]
+    passes.map(weigh, [(free.row[here], x[here]) for here in theirs])
     point = fixed.point.copy()
     for a in range(0, len(free), _FILL):
         point += _features(passes, free.unit[a : a + _FILL].astype(np.float64), x[a : a + _FILL])
@@ -561,8 +567,9 @@ def _is_enumerable(passes: Passes) -> bool:
     if passes.tokens or passes.n > 1 << 10:
         return False
     sizes = np.zeros(len(passes.amounts), np.int64)
-    for _, part in passes.each():
-        sizes += np.bincount(part.group, minlength=sizes.size)
+    groups = sizes.size
+    for of_part in passes.map(lambda part: np.bincount(part.group, minlength=groups)):
+        sizes += of_part
     masks = math.prod(math.comb(n, k) for n, k in zip(sizes.tolist(), passes.amounts, strict=True))
     return masks * passes.n <= _ENUMERATED
 
@@ -571,9 +578,10 @@ def _enumerate(passes: Passes, state: Relaxation) -> float:
     """f of the best mask of all, in float64, having made it the best."""
     documents = passes.gather(lambda part: np.ones(part.member.size, bool))
     rows = np.empty((len(documents), passes.d))
-    for number, part in passes.each():
-        here = documents.part == number
-        rows[here] = part.vectors.double(documents.row[here])
+    theirs = [documents.part == number for number in range(len(passes.parts))]
+    found = passes.map(lambda part, at: part.vectors.double(at), [documents.row[here] for here in theirs])
+    for here, of_part in zip(theirs, found, strict=True):
+        rows[here] = of_part
     size, everything = passes.amount, passes.amount + passes.given_size
     cosines = rows @ rows.T
     gram = sum(scale * scale * feature.gram(cosines) for _, feature, scale in passes.features) + np.zeros_like(cosines)

@@ -9,16 +9,21 @@ import json
 import math
 import mmap
 import os
+import pickle
+import platform
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import cloudpickle
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController, threadpool_limits
 
 from dagster_datamask import keyed
+from dagster_datamask.compute.base import Compute, Inline, Session, Told
 from dagster_datamask.selection.budgets import check_tokens
 from dagster_datamask.selection.certificates import Certificate, Evaluation, Terms, certify, evaluate
 from dagster_datamask.selection.certified import (
@@ -38,10 +43,13 @@ from dagster_datamask.selection.objectives import (
     name_documents,
     score_scale,
 )
-from dagster_datamask.selection.passes import MEMORY, Part, Passes
+from dagster_datamask.selection.passes import MEMORY, Part, Parts, Passes, Work
 from dagster_datamask.selection.pool import checksum
 from dagster_datamask.selection.vectors import LONGEST, SHORTEST, Vectors, prepare
 from dagster_datamask.shards.writer import atomic
+
+# documents below which sending work to other processes takes longer than doing it
+_SPREAD_ROWS = 200_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +75,12 @@ class ScoreTerm:
 
 @dataclass(frozen=True)
 class _Shard:
-    """What is known of a shard's scratch files; nothing in it depends on other shards. total: Σ ẑ in whole units."""
+    """What is known of a shard's scratch files; nothing in it depends on other shards."""
 
     rows: int
     d: int
     dtype: str
     prints: int
-    total: list[int]
     quality: bool
     costs: bool
     groups: bool
@@ -85,8 +92,9 @@ class Corpus:
 
     scale is "minmax" with constants, or "raw": the scales that do not depend on what else is in the pool. scores:
     further terms of the objective, in the same scale, whose values every block has to bring. A shard whose scratch is
-    whole is not read again. A document takes its vector as stored and 8 bytes each for norm, tie hash, quality, further
-    scores, score and weight, 18 more bytes for masks; memory is that of one shard's pages.
+    whole is not read again. A document takes its vector as stored and 8 bytes each for norm, tie hash, quality and
+    further scores, 8 for the order and 16 each for score and weight, 19 more for masks; memory is that of one shard's
+    pages.
 
     Raises ValueError for another scale, or terms that make no objective.
     """
@@ -109,14 +117,17 @@ class Corpus:
         self.terms = Terms(lam, {"pws": 1.0}, {name: term.weight for name, term in further.items()})
         self.scale, self.constants = scale, constants if scale == "minmax" else None
         self._folder = folder
-        self._offset, self._factor = score_scale(scale, constants, 0.0, 1.0, 1.0)
         for name, term in further.items():
             if scale == "minmax" and term.constants is None:
                 raise ValueError(f"scale 'minmax' needs the constants (lo, hi) of score {name!r}; or use 'raw'")
-        self._further = {
-            name: (term.weight, *score_scale(scale, term.constants, 0.0, 1.0, 1.0)) for name, term in further.items()
-        }
+        self._linear = _Linear(
+            lam,
+            score_scale(scale, constants, 0.0, 1.0, 1.0),
+            {name: (term.weight, *score_scale(scale, term.constants, 0.0, 1.0, 1.0)) for name, term in further.items()},
+        )
         self._shards: dict[str, _Shard] = {}
+        # Σ ẑ in whole units
+        self._total: GridSum | None = None
 
     def add(self, name: str, blocks: Callable[[], Iterable[Block]]) -> None:
         """Write the documents of one shard, or find them written. `name` is a file name; blocks() is read once.
@@ -128,15 +139,20 @@ class Corpus:
         record = folder / "shard.json"
         if not record.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            record_of = _write(folder, name, blocks(), self.terms.lam > 0, list(self._further))
+            record_of, total = _write(folder, name, blocks(), self.terms.lam > 0, list(self._linear.further))
             with atomic(record) as temp:
-                temp.write_text(json.dumps(asdict(record_of)), "utf-8")
-        self._shards[name] = _Shard(**json.loads(record.read_text("utf-8")))
+                temp.write_text(json.dumps({"shard": asdict(record_of), "total": total}), "utf-8")
+        told = json.loads(record.read_text("utf-8"))
+        known = name in self._shards
+        self._shards[name] = _Shard(**told["shard"])
         if self.terms.lam > 0 and self._shards[name].rows and not self._shards[name].quality:
             raise ValueError(f"{folder} was written without scores, for λ = 0; remove it")
         kinds = {(s.d, s.quality, s.costs, s.groups, *s.scores) for s in self._shards.values() if s.rows}
         if len(kinds) > 1:
             raise ValueError(f"shard {name} has vectors or columns of another kind than those before: {sorted(kinds)}")
+        if self._shards[name].rows and not known:
+            self._total = self._total or GridSum(self._shards[name].d)
+            self._total.total += np.array(told["total"], object)
 
     @property
     def n(self) -> int:
@@ -161,11 +177,7 @@ class Corpus:
 
     def mean(self) -> np.ndarray:
         """float64[d]: the mean of ẑ over all shards."""
-        total = GridSum(self.d)
-        for shard in self._shards.values():
-            if shard.rows:
-                total.total += np.array(shard.total, object)
-        return total.value() / max(self.n, 1)
+        return np.zeros(self.d) if self._total is None else self._total.value() / max(self.n, 1)
 
     def selected(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """(bool[k] in the mask, float64[k] the score it was ordered by) of a shard's documents, as they were added."""
@@ -176,16 +188,35 @@ class Corpus:
         """Make a shard's part of a mask that was found elsewhere the one to be certified."""
         _Scratch(self._folder / name, self._shards[name].rows, "r+")("best", bool)[:] = selected
 
-    def passes(self, amounts: Sequence[int], given: Given | None = None) -> Passes:
+    @property
+    def parts(self) -> "_OnDisk":
+        """The shards as the solver's parts, in the order of their names, read by this process."""
+        named = sorted((name, shard) for name, shard in self._shards.items() if shard.rows)
+        return _OnDisk(str(self._folder), tuple(named), self._linear)
+
+    @contextmanager
+    def spread(self, compute: Compute) -> Iterator[Parts]:
+        """The same, worked on wherever `compute` has workers, as long as the context lasts.
+
+        Raises ScratchUnseen, when the parts are first worked on, where a worker does not see the scratch folder.
+        """
+        parts, token = self.parts, f"{uuid.uuid4().hex}.token"
+        (self._folder / token).touch()
+        try:
+            with compute.session(_Worker(parts, token, platform.node())) as session:
+                yield _Spread(parts, session, compute.workers)
+        finally:
+            (self._folder / token).unlink()
+
+    def passes(self, amounts: Sequence[int], given: Given | None = None, parts: Parts | None = None) -> Passes:
         """The solver's operations over all shards."""
-        parts = _OnDisk(self._folder, self._shards, self._linear)
+        parts = self.parts if parts is None else parts
         weights = {"quality": self.terms.lam, **self.terms.scores}
         largest, sizes = 0.0, dict.fromkeys(weights, 0.0)
-        for k in range(len(parts)):
-            with parts.open(k) as part:
-                largest = max(largest, float(np.abs(part.linear).max(initial=0.0)))
-                for name in sizes.keys() & part.columns.keys():
-                    sizes[name] = max(sizes[name], float(np.abs(weights[name] * part.columns[name]).max(initial=0.0)))
+        for of_linear, of_columns in parts.map(_largest):
+            largest = max(largest, of_linear)
+            for name in sizes.keys() & of_columns.keys():
+                sizes[name] = max(sizes[name], abs(weights[name]) * of_columns[name])
         kinds = [shard for shard in self._shards.values() if shard.rows]
         return Passes(
             parts,
@@ -200,14 +231,31 @@ class Corpus:
             given_linear=self.terms.linear_of(given),
         )
 
-    def _linear(
+
+def _largest(part: Part) -> tuple[float, dict[str, float]]:
+    """(the largest |linear|, the largest |value| of each column)."""
+    columns = {name: float(np.abs(column).max(initial=0.0)) for name, column in part.columns.items()}
+    return float(np.abs(part.linear).max(initial=0.0)), columns
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """What of the objective is linear: λ and quality's (offset, factor), and those of the further scores, each with its
+    weight."""
+
+    lam: float
+    scale: tuple[float, float]
+    further: dict[str, tuple[float, float, float]]
+
+    def of(
         self, quality: np.ndarray | None, scores: Mapping[str, np.ndarray], rows: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(float64[k] it, {column: its scaled values})."""
         linear, columns = np.zeros(rows), {}
         if quality is not None:
-            columns = {"quality": (quality - self._offset) * self._factor, "quality_raw": quality}
-            linear = self.terms.lam * columns["quality"] if self.terms.lam else linear
-        for name, (weight, offset, factor) in self._further.items():
+            columns = {"quality": (quality - self.scale[0]) * self.scale[1], "quality_raw": quality}
+            linear = self.lam * columns["quality"] if self.lam else linear
+        for name, (weight, offset, factor) in self.further.items():
             columns[name] = (scores[name] - offset) * factor
             linear = linear + weight * columns[name]
         return linear, columns
@@ -218,12 +266,14 @@ class CorpusSelection:
     """A mask over all shards, which `Corpus.selected` hands out, and how good it is.
 
     history: for every pass the point that documents were scored at and the (score, tie) of the cut, of every group:
-    what any shard finds the vertices from again; passes: reads of the embeddings.
+    what any shard finds the vertices from again; passes: reads of the embeddings by the search, in units of all
+    documents, and certifying: those by the final float64 value and bound.
     """
 
     evaluation: Evaluation
     certificate: Certificate
     passes: float
+    certifying: float
     trajectory: list[dict[str, Any]] = field(repr=False)
     history: list[dict[str, Any]] = field(repr=False)
 
@@ -235,37 +285,63 @@ def solve_corpus(
     given: Given | None = None,
     options: CertifiedOptions = CertifiedOptions(),  # noqa: B008
     progress: Progress | None = None,
+    compute: Compute = Inline(),  # noqa: B008
+    log: Callable[[str], None] = lambda line: None,
 ) -> CorpusSelection:
     """Choose amounts[g] documents (tokens, where shards have costs) of each group and certify the choice, as
     `solve.solve` with solver "certified" does in memory.
 
-    given: what is chosen already; the mask maximises the objective of the union. Raises ValueError for an amount that
-    the shards do not hold.
+    given: what is chosen already; the mask maximises the objective of the union. compute: where shards are worked on,
+    which leaves no trace in what is chosen: this process where that takes no longer, or where workers do not see the
+    scratch folder. Raises ValueError for an amount that the shards do not hold.
     """
-    passes = corpus.passes(amounts, given)
+    if pays(corpus, compute):
+        try:
+            with corpus.spread(compute) as parts:
+                return _solve(corpus, corpus.passes(amounts, given, parts), options, progress)
+        except ScratchUnseen as unseen:
+            log(f"the solver runs in this process: {unseen}")
+    return _solve(corpus, corpus.passes(amounts, given), options, progress)
+
+
+def pays(corpus: Corpus, compute: Compute) -> bool:
+    """Whether other processes are worth sending parts to."""
+    return min(compute.workers, len(corpus.parts)) > 1 and corpus.n >= _SPREAD_ROWS
+
+
+@threadpool_limits.wrap(limits=1, user_api="blas")
+def _solve(corpus: Corpus, passes: Passes, options: CertifiedOptions, progress: Progress | None) -> CorpusSelection:
     _check(passes)
-    # a killed run may have left a half of its own here
-    for _, part in passes.each():
-        part.member[:], part.best[:], part.base[:] = False, False, 0.0
-    with threadpool_limits(limits=1, user_api="blas"):
-        state = None
-        if passes.amount:
-            state = relax(
-                passes, uniform_start(passes, {"pws": corpus.mean()}, _linear_mean(passes)), options, progress
-            )
-        for _, part in passes.each():
-            part.order[:] = part.scores if state is not None else part.linear
-        if state is not None:
-            round_and_polish(passes, state, options, progress)
-        spent = passes.passes
-        evaluation, certificate = certify_corpus(corpus, passes, state)
+    passes.map(_reset)
+    state = None
+    if passes.amount:
+        state = relax(passes, uniform_start(passes, {"pws": corpus.mean()}, _linear_mean(passes)), options, progress)
+    passes.map(_order_by_linear if state is None else _order_by_scores)
+    if state is not None:
+        round_and_polish(passes, state, options, progress)
+    spent = passes.passes
+    evaluation, certificate = certify_corpus(corpus, passes, state)
     return CorpusSelection(
         evaluation,
         certificate,
         spent,
+        passes.passes - spent,
         [] if state is None else state.trajectory,
         [] if state is None else [_entry(point, cut) for point, cut in state.history],
     )
+
+
+def _reset(part: Part) -> None:
+    # a killed run may have left a half of its own here
+    part.member[:], part.best[:], part.base[:] = False, False, 0.0
+
+
+def _order_by_scores(part: Part) -> None:
+    part.order[:] = part.scores
+
+
+def _order_by_linear(part: Part) -> None:
+    part.order[:] = part.linear
 
 
 @threadpool_limits.wrap(limits=1, user_api="blas")
@@ -305,23 +381,36 @@ def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = No
 
 
 def _check(passes: Passes) -> None:
-    held = np.zeros(len(passes.amounts), np.int64)
-    for _, part in passes.each():
-        groups = part.group
-        if groups.size and groups.max() >= held.size:
-            raise ValueError(f"a document is of group {int(groups.max())}, and there are {held.size} quotas")
-        np.add.at(held, groups, part.cost)
-    for g, (amount, there) in enumerate(zip(passes.amounts, held.tolist(), strict=True)):
-        if not 0 <= amount <= there:
+    groups = len(passes.amounts)
+    held = np.zeros(groups, np.int64)
+
+    def there(part: Part) -> np.ndarray:
+        found = np.zeros(groups, np.int64)
+        if part.group.size and part.group.max() >= groups:
+            raise ValueError(f"a document is of group {int(part.group.max())}, and there are {groups} quotas")
+        np.add.at(found, part.group, part.cost)
+        return found
+
+    for of_part in passes.map(there):
+        held += of_part
+    for g, (amount, most) in enumerate(zip(passes.amounts, held.tolist(), strict=True)):
+        if not 0 <= amount <= most:
             unit = "tokens" if passes.tokens else "documents"
             of = f"group {g}" if held.size > 1 else "the corpus"
-            raise ValueError(f"budget {amount} is not between 0 and the {there} {unit} of {of}")
+            raise ValueError(f"budget {amount} is not between 0 and the {most} {unit} of {of}")
 
 
 def _linear_mean(passes: Passes) -> float:
     total = ScalarSum(passes.largest)
-    for _, part in passes.each():
-        total.add(part.linear)
+    nothing = total.empty()
+
+    def add(part: Part) -> ScalarSum:
+        found = nothing.empty()
+        found.add(part.linear)
+        return found
+
+    for of_part in passes.map(add):
+        total.join(of_part)
     return total.value() / max(passes.n, 1)
 
 
@@ -334,9 +423,10 @@ def _entry(point: np.ndarray, cut: Cut) -> dict[str, Any]:
 class _Scratch:
     """A shard's arrays, mapped from its folder; those that are written to come into being full of zeros."""
 
-    def __init__(self, folder: Path, rows: int, mode: Literal["r", "r+"]) -> None:
+    def __init__(self, folder: Path | str, rows: int, mode: Literal["r", "r+"]) -> None:
         self._folder, self._rows = str(folder), rows
         self._access = mmap.ACCESS_READ if mode == "r" else mmap.ACCESS_WRITE
+        self._maps: list[mmap.mmap] = []
 
     def __call__(self, name: str, dtype: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
         shape = (self._rows,) if shape is None else shape
@@ -349,47 +439,158 @@ class _Scratch:
         try:
             if not os.fstat(handle).st_size:
                 os.ftruncate(handle, size)
-            return np.frombuffer(mmap.mmap(handle, size, access=self._access), dtype).reshape(shape)
+            mapped = mmap.mmap(handle, size, access=self._access)
+            self._maps.append(mapped)
+            return np.frombuffer(mapped, dtype).reshape(shape)
         finally:
             os.close(handle)
 
+    def flush(self) -> None:
+        for mapped in self._maps:
+            mapped.flush()
+
+
+# the scratch that there are two of, one that is and one that comes next
+_TURNED: dict[str, Any] = {"scores": np.float64, "member": bool, "base": np.float64}
+_SCRATCH: dict[str, Any] = {"best": bool, "order": np.float64}
+_STORED: dict[str, Any] = {"ties": np.uint64, "costs": np.int64, "groups": np.int64}
+
+
+class _Mapped(Part):
+    """A shard's scratch, of which an array is mapped when it is first asked for."""
+
+    def __init__(self, number: int, folder: str, shard: _Shard, linear: _Linear, turns: Mapping[str, int]) -> None:
+        self.number = number
+        self._shard, self._linear, self._turns = shard, linear, turns
+        self._stored, self._scratch = _Scratch(folder, shard.rows, "r"), _Scratch(folder, shard.rows, "r+")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = self._map(name)
+        setattr(self, name, found)
+        return found
+
+    def _map(self, name: str) -> Any:
+        shard, turned = self._shard, name.removeprefix("next_")
+        if turned in _TURNED:
+            side = self._turns[turned] ^ (turned != name)
+            return self._scratch(f"{turned}{side}", _TURNED[turned])
+        if name in _SCRATCH:
+            return self._scratch(name, _SCRATCH[name])
+        if name == "bits":
+            return self._scratch(name, np.uint8, (MEMORY, -(-shard.rows // 8)))
+        if name == "vectors":
+            stored = self._stored("vectors", shard.dtype, (shard.rows, shard.d))
+            return Vectors(stored, self._stored("inverse", np.float64))
+        if name == "hashes":
+            return self.ties
+        if name in ("linear", "columns"):
+            quality = self._stored("quality", np.float64) if shard.quality else None
+            further = {score: self._stored(_score_file(score), np.float64) for score in shard.scores}
+            self.linear, self.columns = self._linear.of(quality, further, shard.rows)
+            return getattr(self, name)
+        if name in ("costs", "groups") and not getattr(shard, name):
+            return None
+        return self._stored(name, _STORED[name])
+
+    def write_back(self) -> None:
+        """See to it that other machines find what was written."""
+        self._scratch.flush()
+
 
 class _OnDisk:
-    """The shards as the solver's parts."""
+    """The shards as the solver's parts, one mapped at a time."""
 
-    def __init__(self, folder: Path, shards: dict[str, _Shard], linear: Any) -> None:
-        self._folder, self._shards, self._linear = folder, shards, linear
-        self._names = sorted(name for name, shard in shards.items() if shard.rows)
+    def __init__(self, folder: str, shards: Sequence[tuple[str, _Shard]], linear: _Linear) -> None:
+        self.folder, self._shards, self._linear = folder, shards, linear
+        self.turns = dict.fromkeys(_TURNED, 0)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._shards)
 
-    @contextmanager
-    def open(self, number: int) -> Iterator[Part]:
-        name = self._names[number]
-        shard = self._shards[name]
-        stored, scratch = (
-            _Scratch(self._folder / name, shard.rows, "r"),
-            _Scratch(self._folder / name, shard.rows, "r+"),
-        )
-        further = {name: stored(_score_file(name), np.float64) for name in shard.scores}
-        quality = stored("quality", np.float64) if shard.quality else None
-        linear, columns = self._linear(quality, further, shard.rows)
-        yield Part(
-            Vectors(stored("vectors", shard.dtype, (shard.rows, shard.d)), stored("inverse", np.float64)),
-            linear,
-            ties := stored("ties", np.uint64),
-            ties,
-            stored("costs", np.int64) if shard.costs else None,
-            stored("groups", np.int64) if shard.groups else None,
-            columns,
-            scores=scratch("scores", np.float64),
-            member=scratch("member", bool),
-            best=scratch("best", bool),
-            base=scratch("base", np.float64),
-            bits=scratch("bits", np.uint8, (MEMORY, -(-shard.rows // 8))),
-            order=scratch("order", np.float64),
-        )
+    def part(self, number: int) -> _Mapped:
+        name, shard = self._shards[number]
+        return _Mapped(number, f"{self.folder}/{name}", shard, self._linear, self.turns)
+
+    def map(self, work: Work, given: Sequence[Any] | None = None) -> Iterator[Any]:
+        for number in range(len(self)):
+            yield work(self.part(number)) if given is None else work(self.part(number), given[number])
+
+    def turn(self, name: str) -> None:
+        self.turns[name] ^= 1
+
+
+class ScratchUnseen(RuntimeError):
+    """A worker is on a machine that does not have the scratch folder."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """What a worker is given: some parts, what is to be done with them, pickled, and which side of them is which."""
+
+    numbers: Sequence[int]
+    work: bytes
+    given: Sequence[Any] | None
+    turns: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return f"the solver's parts {self.numbers[0]} to {self.numbers[-1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """token: a file that proves that the folder is the one that `host` has written to."""
+
+    parts: _OnDisk
+    token: str
+    host: str
+
+    def __call__(self) -> Callable[[_Task, Told], list[Any]]:
+        if not Path(self.parts.folder, self.token).exists():
+            raise ScratchUnseen(
+                f"{platform.node()} does not have the scratch folder of {self.host}; with a root that both mount, all "
+                "machines have their part in it"
+            )
+        controller, elsewhere = ThreadpoolController(), platform.node() != self.host
+
+        def work(task: _Task, told: Told) -> list[Any]:
+            run, found = pickle.loads(task.work), []
+            self.parts.turns = dict(task.turns)
+            with controller.limit(limits=1, user_api="blas"):
+                for k, number in enumerate(task.numbers):
+                    part = self.parts.part(number)
+                    found.append(run(part) if task.given is None else run(part, task.given[k]))
+                    if elsewhere:
+                        part.write_back()
+            return found
+
+        return work
+
+
+class _Spread:
+    """The parts, worked on by the workers of a session."""
+
+    def __init__(self, parts: _OnDisk, session: Session, workers: int) -> None:
+        self._parts, self._session = parts, session
+        self._numbers = [some.tolist() for some in np.array_split(np.arange(len(parts)), min(len(parts), 2 * workers))]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def map(self, work: Work, given: Sequence[Any] | None = None) -> Iterator[Any]:
+        sent = cloudpickle.dumps(work)
+        tasks = [
+            _Task(some, sent, None if given is None else [given[k] for k in some], dict(self._parts.turns))
+            for some in self._numbers
+        ]
+        found: dict[int, Any] = {}
+        for task, results in self._session.each(tasks):
+            found.update(zip(task.numbers, results, strict=True))
+        return iter([found[number] for number in range(len(self))])
+
+    def turn(self, name: str) -> None:
+        self._parts.turn(name)
 
 
 def _score_file(name: str) -> str:
@@ -411,7 +612,9 @@ def _check_block(name: str, block: Block) -> None:
             raise ValueError(f"shard {name}: {error}") from None
 
 
-def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool, further: list[str]) -> _Shard:
+def _write(
+    folder: Path, name: str, blocks: Iterable[Block], scored: bool, further: list[str]
+) -> tuple[_Shard, list[int]]:
     rows, d, dtype = 0, 0, "float16"
     files: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -460,8 +663,8 @@ def _write(folder: Path, name: str, blocks: Iterable[Block], scored: bool, furth
     with threadpool_limits(limits=1, user_api="blas"):
         prepared = prepare(scratch("vectors", dtype, (rows, max(d, 1))), scratch("ties", np.uint64))
     prepared.vectors.inverse.tofile(folder / "inverse.bin")
-    for stale in ("scores", "member", "best", "base", "bits", "order"):
+    for stale in [*_SCRATCH, "bits", *(f"{name}{side}" for name in _TURNED for side in (0, 1))]:
         (folder / f"{stale}.bin").unlink(missing_ok=True)
     total = [int(x) for x in prepared.total.total]
     columns = ("quality" in files, "costs" in files, "groups" in files)
-    return _Shard(rows, d, dtype, prepared.prints, total, *columns, further if rows else [])
+    return _Shard(rows, d, dtype, prepared.prints, *columns, further if rows else []), total

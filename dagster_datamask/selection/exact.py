@@ -4,8 +4,9 @@ Here: sums over rows as whole numbers of a fixed unit, and the cut of the S best
 that are read one at a time. Not here: what is summed or scored (`passes`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ _CHUNK = 64
 # blocks whose int64 sums cannot overflow together
 _FOLD = 32
 # rows of several parts that are sorted together
-_AT_HAND = 1 << 20
+_AT_HAND = 1 << 16
 
 
 def gamma(k: int, half_ulp: float) -> float:
@@ -84,6 +85,10 @@ class GridSum:
         """Take in another sum of the same unit."""
         self.total += other.total
 
+    def empty(self) -> "GridSum":
+        """A sum of nothing, of the same width and unit."""
+        return GridSum(self.total.size, costs=self._bits == _BITS_OF_TOKENS, fine=self.fine)
+
     def value(self) -> np.ndarray:
         """float64[width]: the sum, rounded once."""
         return np.array([float(x) for x in self.total]) * self.unit
@@ -111,6 +116,16 @@ class ScalarSum:
             if costs is not None:
                 w, r = (x * costs[a : a + step].astype(object) for x in (w, r))
             self._total += sign * ((int(w.sum()) << 30) + int(r.sum()))
+
+    def join(self, other: "ScalarSum") -> None:
+        """Take in another sum of scalars with the same largest."""
+        self._total += other._total
+
+    def empty(self) -> "ScalarSum":
+        """A sum of nothing, in the same unit."""
+        nothing = ScalarSum(0.0)
+        nothing._exponent = self._exponent
+        return nothing
 
     def value(self) -> float:
         return float(np.ldexp(float(self._total), self._exponent - 68))
@@ -177,22 +192,25 @@ class Cut:
         return rows, self.fraction[g[rows]]
 
 
-Parts = Callable[[], Iterator[Scored]]
+# the same asked of what is at hand of every part, where that is, in the parts' order
+Each = Callable[[Callable[[Scored], Any]], Iterable[Any]]
 
 
-def cut(parts: Parts, count: int, amounts: Sequence[int]) -> Cut:
+def cut(each: Each, count: int, amounts: Sequence[int]) -> Cut:
     """The cut that fills amounts[g] of each group g with its best rows, ties to the lower `ties`.
 
-    parts(): yields the parts, any number of times; count: how many there are; each amount is at most the group's sum of
-    costs. One part is sorted or partitioned; several are counted by the leading digits of (score, tie) until few
-    enough rows are in question to be gathered, so that memory does not grow with their number.
+    each(find): find(scored) of every part, any number of times; count: how many there are; each amount is at most the
+    group's sum of costs. One part is sorted or partitioned; several are counted by the leading digits of (score, tie)
+    until few enough rows are in question to be gathered, so that memory does not grow with their number.
     """
     if count == 1:
-        return _cut_of_one(next(parts()), amounts)
-    return _cut_by_digits(parts, amounts)
+        (found,) = each(partial(cut_of_one, amounts=amounts))
+        return found
+    return _cut_by_digits(each, amounts)
 
 
-def _cut_of_one(part: Scored, amounts: Sequence[int]) -> Cut:
+def cut_of_one(part: Scored, amounts: Sequence[int]) -> Cut:
+    """The cut of rows that are at hand together."""
     score, tie = np.full(len(amounts), np.inf), np.zeros(len(amounts), np.uint64)
     fraction = np.zeros(len(amounts))
     if part.costs is None and part.groups is None:
@@ -224,68 +242,83 @@ def _cut_of_one(part: Scored, amounts: Sequence[int]) -> Cut:
     return Cut(score, tie, fraction)
 
 
-def _cut_by_digits(parts: Parts, amounts: Sequence[int]) -> Cut:
+def _cut_by_digits(each: Each, amounts: Sequence[int]) -> Cut:
     groups = len(amounts)
     width = 16 if groups <= 8 else 8
-    steps = 64 // width
     # the digits of (score, tie) found so far, best first, and what is still to be filled below them
     found = np.zeros((groups, 2), np.uint64)
     left = [int(amount) for amount in amounts]
     last = [1] * groups
-
-    def agreeing(part: Scored, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(rows that agree with their group's first `step` digits, their groups, the keys of all rows)."""
-        key = descending(part.scores)
-        g = part.group
-        shift = np.uint64(64 - width * (step % steps))
-        if not step:
-            rows = np.arange(key.size)
-        elif step < steps:
-            rows = np.flatnonzero(key >> shift == found[g, 0])
-        else:
-            rows = np.flatnonzero(key == found[g, 0])
-            if step % steps:
-                rows = rows[part.ties[rows] >> shift == found[g[rows], 1]]
-        return rows, g[rows], key
-
-    for step in range(2 * steps):
-        if sum(agreeing(part, step)[0].size for part in parts()) <= _AT_HAND:
-            return _cut_of_few(((part, agreeing(part, step)[0]) for part in parts()), left)
-        which, shift = step // steps, np.uint64(64 - width * (step % steps + 1))
-        bins = np.zeros((groups, 1 << width), np.int64)
-        for part in parts():
-            rows, g, key = agreeing(part, step)
-            digits = ((part.ties if which else key)[rows] >> shift) & np.uint64((1 << width) - 1)
-            costs = None if part.costs is None else part.costs[rows]
-            # float64 counts tokens exactly up to 2**53
-            counted = np.bincount(g * (1 << width) + digits.astype(np.int64), weights=costs, minlength=bins.size)
-            bins += counted.astype(np.int64).reshape(bins.shape)
-        filled = np.cumsum(bins, axis=1)
+    for step in range(2 * (64 // width)):
+        bins, rows = np.zeros((2, groups << width), np.int64)
+        for places, held, counted in each(partial(_count, found=found, step=step, width=width)):
+            bins[places] += held
+            rows[places] += counted
+        in_question = 0
+        which = step // (64 // width)
         for k in range(groups):
             if not amounts[k]:
                 continue
-            digit = int(np.searchsorted(filled[k], left[k], side="left"))
-            left[k] -= int(filled[k, digit - 1]) if digit else 0
-            last[k] = int(bins[k, digit])
+            own = slice(k << width, (k + 1) << width)
+            filled = np.cumsum(bins[own])
+            digit = int(np.searchsorted(filled, left[k], side="left"))
+            left[k] -= int(filled[digit - 1]) if digit else 0
+            last[k] = int(bins[own][digit])
+            in_question += int(rows[own][digit])
             found[k, which] = (found[k, which] << np.uint64(width)) | np.uint64(digit)
+        if in_question <= _AT_HAND:
+            agree = partial(_agreeing, found=found, step=step + 1, width=width)
+            return _cut_of_few(each(partial(_those, rows=agree)), left)
     score = np.array([s if a else np.inf for s, a in zip(from_descending(found[:, 0]), amounts, strict=True)])
     return Cut(
         score, found[:, 1], np.array([r / of if a else 0.0 for r, of, a in zip(left, last, amounts, strict=True)])
     )
 
 
-def _cut_of_few(parts: Iterable[tuple[Scored, np.ndarray]], left: Sequence[int]) -> Cut:
+def _agreeing(part: Scored, found: np.ndarray, step: int, width: int) -> np.ndarray:
+    """int64[k]: the rows that agree with their group's first `step` digits."""
+    steps = 64 // width
+    key = descending(part.scores)
+    if not step:
+        return np.arange(key.size)
+    shift = np.uint64(64 - width * (step % steps)) if step % steps else np.uint64(0)
+    if step < steps:
+        return np.flatnonzero(key >> shift == found[part.group, 0])
+    rows = np.flatnonzero(key == found[part.group, 0])
+    return rows[part.ties[rows] >> shift == found[part.group[rows], 1]] if step > steps else rows
+
+
+def _count(part: Scored, found: np.ndarray, step: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(groups and next digits that agreeing rows have, as group << width | digit; int64 costs and rows of each)."""
+    rows = _agreeing(part, found, step, width)
+    shift = np.uint64(64 - width * (step % (64 // width) + 1))
+    keys = part.ties[rows] if step >= 64 // width else descending(part.scores[rows])
+    digits = ((keys >> shift) & np.uint64((1 << width) - 1)).astype(np.int64)
+    places = (part.group[rows] << width) | digits
+    counts = np.bincount(places)
+    there = np.flatnonzero(counts)
+    if part.costs is None:
+        return there, counts[there], counts[there]
+    # float64 counts tokens exactly up to 2**53
+    held = np.bincount(places, weights=part.costs[rows])
+    return there, held[there].astype(np.int64), counts[there]
+
+
+def _those(part: Scored, rows: Callable[[Scored], np.ndarray]) -> Scored:
+    at = rows(part)
+    costs, groups = (None if column is None else column[at] for column in (part.costs, part.groups))
+    return Scored(part.scores[at], part.ties[at], costs, groups)
+
+
+def _cut_of_few(parts: Iterable[Scored], left: Sequence[int]) -> Cut:
     """The cut among the rows that are still in question, gathered."""
-    kept = []
-    for part, at in parts:
-        costs, groups = (None if column is None else column[at] for column in (part.costs, part.groups))
-        kept.append(Scored(part.scores[at], part.ties[at], costs, groups))
-    return _cut_of_one(
+    kept = list(parts)
+    return cut_of_one(
         Scored(
             np.concatenate([k.scores for k in kept]),
             np.concatenate([k.ties for k in kept]),
-            None if kept[0].costs is None else np.concatenate([k.costs for k in kept]),
-            None if kept[0].groups is None else np.concatenate([k.groups for k in kept]),
+            None if kept[0].costs is None else np.concatenate([k.costs for k in kept if k.costs is not None]),
+            None if kept[0].groups is None else np.concatenate([k.groups for k in kept if k.groups is not None]),
         ),
         left,
     )

@@ -5,10 +5,9 @@ them, whose results do not depend on how documents are spread over parts. Not he
 (`certified`) and where shards come from (`corpus`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,32 +20,35 @@ MEMORY = 128
 _ROWS = 4096
 
 
-@dataclass(eq=False)
 class Part:
     """Documents that are at hand together, k of them, and what the solver knows of each.
 
-    linear: float64[k]; ties: uint64[k], distinct over all parts, the lower wins; hashes: uint64[k], of the ids; costs:
-    int64[k] tokens or None; groups: int64[k] or None; columns: what a mask's means are taken of
-    (`certificates.evaluate`).
+    number: its place among the parts; linear: float64[k]; ties: uint64[k], distinct over all parts, the lower wins;
+    hashes: uint64[k], of the ids; costs: int64[k] tokens or None; groups: int64[k] or None; columns: what a mask's
+    means are taken of (`certificates.evaluate`).
 
     Scratch: scores float64[k]; member bool[k], the vertex last met; best bool[k], the best mask met; base float64[k],
     the weights that the hull starts from; bits uint8[MEMORY, ⌈k/8⌉], the vertices in the hull; order float64[k], the
-    scores that the mask goes by.
+    scores that the mask goes by. next_scores, next_member and next_base are what those three are once they are turned.
     """
 
+    number: int
     vectors: Vectors
     linear: np.ndarray
     ties: np.ndarray
     hashes: np.ndarray
     costs: np.ndarray | None
     groups: np.ndarray | None
-    columns: dict[str, np.ndarray] = field(repr=False)
-    scores: np.ndarray = field(repr=False)
-    member: np.ndarray = field(repr=False)
-    best: np.ndarray = field(repr=False)
-    base: np.ndarray = field(repr=False)
-    bits: np.ndarray = field(repr=False)
-    order: np.ndarray = field(repr=False)
+    columns: dict[str, np.ndarray]
+    scores: np.ndarray
+    next_scores: np.ndarray
+    member: np.ndarray
+    next_member: np.ndarray
+    best: np.ndarray
+    base: np.ndarray
+    next_base: np.ndarray
+    bits: np.ndarray
+    order: np.ndarray
 
     @property
     def group(self) -> np.ndarray:
@@ -63,17 +65,29 @@ class Part:
         return Scored(keys, self.ties, None if plain else self.costs, None if plain else self.groups)
 
 
+# what is done with a part, and with the element of `given` that is for it
+Work = Callable[..., Any]
+
+
 class Parts(Protocol):
-    """Where parts come from."""
+    """Where parts are."""
 
     def __len__(self) -> int: ...
 
-    def open(self, number: int) -> AbstractContextManager[Part]:
-        """The part, for as long as the context lasts."""
+    def map(self, work: Work, given: Sequence[Any] | None = None) -> Iterator[Any]:
+        """work(part), or work(part, given[its number]), of every part, in the parts' order.
+
+        The work may be done elsewhere, and again where a worker was lost before it told what it found. So it goes by
+        what it closes over and what the part holds, writes no array that its results depend on (what is made of scores,
+        member or base becomes the next of them), and gives back what is small.
+        """
+
+    def turn(self, name: str) -> None:
+        """Make what all parts have as the next scores, member or base that which they hold."""
 
 
 class InMemory:
-    """A pool as its one part."""
+    """A pool as its one part, in memory, where nothing is done twice: what comes next takes the place of what is."""
 
     def __init__(
         self,
@@ -85,29 +99,26 @@ class InMemory:
         groups: np.ndarray | None,
         columns: dict[str, np.ndarray],
     ) -> None:
-        n = vectors.n
-        self.part = Part(
-            vectors,
-            linear,
-            ties,
-            hashes,
-            costs,
-            groups,
-            columns,
-            scores=np.zeros(n),
-            member=np.zeros(n, bool),
-            best=np.zeros(n, bool),
-            base=np.zeros(n),
-            # only the pages that are written to are ever there
-            bits=np.zeros((MEMORY, -(-n // 8)), np.uint8),
-            order=np.zeros(n),
-        )
+        part, n = Part(), vectors.n
+        part.number, part.vectors, part.linear, part.ties, part.hashes = 0, vectors, linear, ties, hashes
+        part.costs, part.groups, part.columns = costs, groups, columns
+        part.scores = part.next_scores = np.zeros(n)
+        part.member = part.next_member = np.zeros(n, bool)
+        part.best = np.zeros(n, bool)
+        part.base = part.next_base = np.zeros(n)
+        # only the pages that are written to are ever there
+        part.bits = np.zeros((MEMORY, -(-n // 8)), np.uint8)
+        part.order = np.zeros(n)
+        self.part = part
 
     def __len__(self) -> int:
         return 1
 
-    def open(self, number: int) -> AbstractContextManager[Part]:
-        return nullcontext(self.part)
+    def map(self, work: Work, given: Sequence[Any] | None = None) -> Iterator[Any]:
+        yield work(self.part) if given is None else work(self.part, given[0])
+
+    def turn(self, name: str) -> None:
+        pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,10 +234,9 @@ class Passes:
         """Entries of a point."""
         return sum(feature.size(self.d) for _, feature, _ in self.features)
 
-    def each(self) -> Iterator[tuple[int, Part]]:
-        for number in range(len(self.parts)):
-            with self.parts.open(number) as part:
-                yield number, part
+    def map(self, work: Work, given: Sequence[Any] | None = None) -> list[Any]:
+        """What `work` finds in every part, in the parts' order."""
+        return list(self.parts.map(work, given))
 
     def pieces(self, point: np.ndarray) -> Iterator[tuple[Feature, float, np.ndarray]]:
         """(feature, √β, its piece of the point)."""
@@ -235,53 +245,80 @@ class Passes:
             yield feature, scale, point[at : at + feature.size(self.d)]
             at += feature.size(self.d)
 
-    def score(self, point: np.ndarray) -> None:
-        """Score every document at the point: one pass over the embeddings."""
-        for _, part in self.each():
-            part.scores[:] = part.linear
-            for feature, scale, piece in self.pieces(point):
-                part.scores -= (2.0 * scale) * feature.rough(part.vectors, piece)
+    def score(self, point: np.ndarray, extra: np.ndarray | None = None) -> None:
+        """Score every document at the point: one pass over the embeddings. extra: float64[k] to add to the scores, of
+        the one part there is."""
+        pieces = list(self.pieces(point))
+
+        def score(part: Part) -> None:
+            scores = part.scores
+            scores[:] = part.linear
+            for feature, scale, piece in pieces:
+                scores -= (2.0 * scale) * feature.rough(part.vectors, piece)
+            if extra is not None:
+                scores += extra
+
+        self.map(score)
         self.reads += self.n
 
     def cut(self, keys: Rows, amounts: Sequence[int], plain: bool = False) -> Cut:
         """The cut of these amounts of the best keys; `plain` where groups and costs are of no account to it."""
-        return cut(lambda: (part.scored(keys(part), plain) for _, part in self.each()), len(self.parts), amounts)
+
+        def each(find: Callable[[Scored], Any]) -> Iterable[Any]:
+            return self.map(lambda part: find(part.scored(keys(part), plain)))
+
+        return cut(each, len(self.parts), amounts)
 
     def take(self, best: Cut, keys: Rows = lambda part: part.scores) -> Vertex:
         """Make the documents above the cut the members.
 
         Only those that come and those that go are read; the sums are exact, so that the way leaves no trace in them.
         """
-        fractions: list[tuple[int, float, np.ndarray, float]] = []
-        for _, part in self.each():
+        nothing = self._nothing()
+
+        def take(part: Part) -> tuple[_Moved, list[tuple[int, float, np.ndarray, float]]]:
             scored = part.scored(keys(part))
-            whole = best.whole(scored)
-            self._move(part, np.flatnonzero(whole & ~part.member), 1)
-            self._move(part, np.flatnonzero(part.member & ~whole), -1)
-            for row, fraction in zip(*best.partial(scored), strict=True):
-                weight = float(fraction * part.cost[row])
-                unit = part.vectors.double(np.array([row]))
-                fractions.append((int(part.ties[row]), weight, unit, float(part.linear[row])))
-        fractions.sort(key=lambda found: found[0])
-        return self._vertex(fractions)
+            partly = [
+                (
+                    int(part.ties[row]),
+                    float(fraction * part.cost[row]),
+                    part.vectors.double(np.array([row])),
+                    float(part.linear[row]),
+                )
+                for row, fraction in zip(*best.partial(scored), strict=True)
+            ]
+            return nothing.moved(part, best.whole(scored)), partly
+
+        found = self.map(take)
+        self._move([moved for moved, _ in found])
+        return self._vertex(sorted((one for _, partly in found for one in partly), key=lambda one: one[0]))
 
     def exchange(self, documents: Gathered, come: np.ndarray, gone: np.ndarray) -> Vertex:
         """Make some of the documents (bool[k]) members, and others not."""
-        for number, part in self.each():
-            self._move(part, documents.at(number, come), 1)
-            self._move(part, documents.at(number, gone), -1)
+        nothing = self._nothing()
+
+        def exchange(part: Part, rows: tuple[np.ndarray, np.ndarray]) -> _Moved:
+            held = part.member.copy()
+            held[rows[0]], held[rows[1]] = True, False
+            return nothing.moved(part, held)
+
+        numbers = range(len(self.parts))
+        self._move(self.map(exchange, [(documents.at(k, come), documents.at(k, gone)) for k in numbers]))
         return self._vertex([])
 
-    def _move(self, part: Part, rows: np.ndarray, sign: int) -> None:
-        if not rows.size:
-            return
-        costs = None if part.costs is None else part.costs[rows]
-        self._linear.add(part.linear[rows], costs, sign)
-        self.held += sign * (rows.size if costs is None else int(costs.sum()))
-        if any(name == "pws" for name, _, _ in self.features):
-            part.vectors.add_to(rows, self._total, part.costs, sign)
-        part.member[rows] = sign > 0
-        self.reads += rows.size
+    def _nothing(self) -> "_Moved":
+        exact = any(name == "pws" for name, _, _ in self.features)
+        return _Moved(GridSum(self.d, costs=self.tokens) if exact else None, ScalarSum(self.largest))
+
+    def _move(self, moved: Sequence["_Moved"]) -> None:
+        """Take in by what the sums over the members have changed."""
+        for each in moved:
+            self._linear.join(each.linear)
+            if each.total is not None:
+                self._total.join(each.total)
+            self.held += each.held
+            self.reads += each.read
+        self.parts.turn("member")
 
     def _vertex(self, fractions: list[tuple[int, float, np.ndarray, float]]) -> Vertex:
         point, linear = self._means([])
@@ -308,15 +345,19 @@ class Passes:
         return np.concatenate(pieces), linear / everything
 
     def _sum_members(self, feature: Feature) -> np.ndarray:
-        """Σ cost·φ over the members in canonical order, for a metric that has no exact sum."""
-        with self.parts.open(0) as part:
+        """Σ cost·φ over the members in canonical order, for a metric that has no exact sum and is of one part."""
+
+        def sum_members(part: Part) -> np.ndarray:
             rows = np.flatnonzero(part.member)
             rows = rows[np.argsort(part.ties[rows])]
-            total = np.zeros(feature.size(self.d))
+            total = np.zeros(feature.size(part.vectors.d))
             for a in range(0, rows.size, _ROWS):
                 these = rows[a : a + _ROWS]
                 total += feature.total(part.vectors.unit(these), part.cost[these].astype(np.float64))
             return total
+
+        (found,) = self.map(sum_members)
+        return found
 
     def total(self) -> tuple[np.ndarray, float]:
         """(Σ cost·√β φ, Σ cost·linear) of what is given and the members."""
@@ -326,69 +367,126 @@ class Passes:
 
     def keep(self) -> None:
         """The members are the best mask so far."""
-        for _, part in self.each():
+
+        def keep(part: Part) -> None:
             part.best[:] = part.member
+
+        self.map(keep)
 
     def restore(self) -> Vertex:
         """Make the best mask the members again."""
-        for _, part in self.each():
-            self._move(part, np.flatnonzero(part.best & ~part.member), 1)
-            self._move(part, np.flatnonzero(part.member & ~part.best), -1)
+        nothing = self._nothing()
+        self._move(self.map(lambda part: nothing.moved(part, part.best)))
         return self._vertex([])
 
     def remember(self, slot: int) -> None:
         """Note the members as vertex `slot` of the hull."""
-        for _, part in self.each():
+
+        def remember(part: Part) -> None:
             part.bits[slot] = np.packbits(part.member)
+
+        self.map(remember)
+
+    def spread(self, share: float) -> None:
+        """Make `base` the same weight for all."""
+
+        def spread(part: Part) -> None:
+            part.base[:] = share
+
+        self.map(spread)
 
     def collapse(self, start: float, shares: Mapping[int, float]) -> None:
         """Make `base` the weights of the point with this share of `base` and these shares of the slots."""
-        for _, part in self.each():
-            part.base *= start
+
+        def collapse(part: Part) -> None:
+            base = part.base * start
             for slot, share in shares.items():
-                part.base[np.unpackbits(part.bits[slot], count=part.base.size).astype(bool)] += share
+                base[np.unpackbits(part.bits[slot], count=base.size).astype(bool)] += share
+            part.next_base[:] = base
+
+        self.map(collapse)
+        self.parts.turn("base")
 
     def count(self, chosen: Rows) -> int:
-        return sum(int(np.count_nonzero(chosen(part))) for _, part in self.each())
+        return sum(self.map(lambda part: int(np.count_nonzero(chosen(part)))))
 
     def hold(self, chosen: Rows) -> Fixed:
         """The sums over the documents for which `chosen` is true."""
-        held = np.zeros(len(self.amounts))
-        total, linear = GridSum(self.d, costs=self.tokens), ScalarSum(self.largest)
-        others = np.zeros(self.size)
-        for _, part in self.each():
+        groups, d, largest, tokens, features = len(self.amounts), self.d, self.largest, self.tokens, self.features
+
+        def hold(part: Part) -> tuple[np.ndarray, GridSum, ScalarSum, np.ndarray, int]:
+            total, linear = GridSum(d, costs=tokens), ScalarSum(largest)
+            others = np.zeros(sum(feature.size(d) for _, feature, _ in features))
             rows = np.flatnonzero(chosen(part))
-            held += np.bincount(part.group[rows], minlength=held.size)
             linear.add(part.linear[rows])
             part.vectors.add_to(rows, total)
-            self.reads += rows.size
-            if any(name != "pws" for name, _, _ in self.features):
+            held = np.bincount(part.group[rows], minlength=groups)
+            if any(name != "pws" for name, _, _ in features):
                 rows = rows[np.argsort(part.ties[rows])]
                 pieces = [
-                    np.zeros(feature.size(self.d))
+                    np.zeros(feature.size(d))
                     if name == "pws"
                     else scale * feature.total(part.vectors.unit(rows), np.ones(rows.size))
-                    for name, feature, scale in self.features
+                    for name, feature, scale in features
                 ]
                 others += np.concatenate(pieces)
+            return held, total, linear, others, rows.size
+
+        held, others = np.zeros(groups), np.zeros(self.size)
+        total, linear = GridSum(d, costs=tokens), ScalarSum(largest)
+        for of_part in self.map(hold):
+            held += of_part[0]
+            total.join(of_part[1])
+            linear.join(of_part[2])
+            others += of_part[3]
+            self.reads += of_part[4]
         pieces = [
             scale * (total.value() + (self.given.size * self.given.mean if self.given is not None else 0.0))
             if name == "pws"
-            else np.zeros(feature.size(self.d))
-            for name, feature, scale in self.features
+            else np.zeros(feature.size(d))
+            for name, feature, scale in features
         ]
         point = np.concatenate([np.zeros(0), *pieces]) + others
         return Fixed(held, point, linear.value() + self.given_size * self.given_linear)
 
     def gather(self, chosen: Rows, keys: Rows = lambda part: part.scores) -> Gathered:
         """The documents for which `chosen` is true, in canonical order."""
-        found = []
-        for number, part in self.each():
+
+        def gather(part: Part) -> list[np.ndarray]:
             rows = np.flatnonzero(chosen(part))
             columns = (part.ties, part.linear, part.cost, part.group, keys(part), part.base, part.member)
             picked = [column[rows] for column in columns]
-            found.append((np.full(rows.size, number), rows, *picked, part.vectors.unit(rows)))
-        whole = [np.concatenate(column) for column in zip(*found, strict=True)]
+            return [np.full(rows.size, part.number), rows, *picked, part.vectors.unit(rows)]
+
+        whole = [np.concatenate(column) for column in zip(*self.map(gather), strict=True)]
         order = np.argsort(whole[2])
         self.reads += order.size
         return Gathered(*(column[order] for column in whole))
+
+
+@dataclass(eq=False)
+class _Moved:
+    """By what the sums over the members of a part change: total, Σ cost·ẑ, where it is summed exactly, linear,
+    Σ cost·linear, and held, what the members take of the budget; read: rows of embeddings that were read for it."""
+
+    total: GridSum | None
+    linear: ScalarSum
+    held: int = 0
+    read: int = 0
+
+    def moved(self, part: Part, members: np.ndarray) -> "_Moved":
+        """Make `members` (bool[k]) the part's next, and tell what that changes."""
+        found = _Moved(None if self.total is None else self.total.empty(), self.linear.empty())
+        for rows, sign in (
+            (np.flatnonzero(members & ~part.member), 1),
+            (np.flatnonzero(part.member & ~members), -1),
+        ):
+            if rows.size:
+                costs = None if part.costs is None else part.costs[rows]
+                found.linear.add(part.linear[rows], costs, sign)
+                found.held += sign * (rows.size if costs is None else int(costs.sum()))
+                found.read += rows.size
+                if found.total is not None:
+                    part.vectors.add_to(rows, found.total, part.costs, sign)
+        part.next_member[:] = members
+        return found

@@ -26,7 +26,7 @@ from dagster_datamask.selection.certificates import (
 from dagster_datamask.selection.certified import CertifiedOptions, Relaxation, relax, round_and_polish, uniform_start
 from dagster_datamask.selection.disf import conditional_gradient, disf_greedy, disf_value
 from dagster_datamask.selection.dvrl import DvrlOptions, dvrl, quality_and_similarity
-from dagster_datamask.selection.exact import Scored, cut
+from dagster_datamask.selection.exact import Scored, cut_of_one
 from dagster_datamask.selection.facility_location import Cover, FacilityLocation
 from dagster_datamask.selection.greedy import GreedyOptions, greedy
 from dagster_datamask.selection.objectives import CONCAVE, METRICS, QualityDiversity
@@ -342,7 +342,7 @@ def _facility_location_bound(job: _Job, rows: np.ndarray, point: np.ndarray) -> 
         return weight * cover.value + upper_bound(passes, point, extra=passes.amount * weight * gains), error
     # the most that the gains of documents within the budget add up to, a document counted by what of it fits
     part = Scored(gains / budget.costs, pool.ties, budget.costs, budget.groups)
-    at = cut(lambda: iter([part]), 1, budget.amounts)
+    at = cut_of_one(part, budget.amounts)
     most = float(gains[at.whole(part)].sum())
     most += sum(float(fraction * gains[row]) for row, fraction in zip(*at.partial(part), strict=True))
     return weight * (cover.value + most) + upper_bound(passes, point), error + weight * most * 1e-12

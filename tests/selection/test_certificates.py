@@ -17,7 +17,7 @@ from dagster_datamask.selection.certificates import (
     upper_bound,
 )
 from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score
-from dagster_datamask.selection.passes import Passes
+from dagster_datamask.selection.passes import Part, Passes
 from dagster_datamask.selection.policy_gradient import PolicyGradientOptions
 from dagster_datamask.selection.pool import Pool, prepare_pool
 from dagster_datamask.selection.solve import pool_passes, solve
@@ -33,9 +33,11 @@ def prepared(f: QualityDiversity, budget: Budget | int) -> tuple[Pool, Passes]:
 
 
 def evaluated(pool: Pool, passes: Passes, rows: list[int]) -> Evaluation:
-    with passes.parts.open(0) as part:
+    def mark(part: Part) -> None:
         part.best[:] = False
         part.best[rows] = True
+
+    passes.map(mark)
     return evaluate(passes, pool.terms)
 
 

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -39,15 +38,15 @@ def test_a_cut_over_parts_is_the_head_of_the_sorted_whole(
     edges = sorted(rng.integers(0, n + 1, 2).tolist())
     ranges = [(0, edges[0]), (edges[0], edges[1]), (edges[1], n)]
 
-    def parts() -> Iterator[Scored]:
-        for a, b in ranges:
-            some = (None if column is None else column[a:b] for column in (costs, group))
-            yield Scored(scores[a:b], ties[a:b], *some)
+    parts = []
+    for a, b in ranges:
+        some = (None if column is None else column[a:b] for column in (costs, group))
+        parts.append(Scored(scores[a:b], ties[a:b], *some))
 
     whole = Scored(scores, ties, costs, group)
     before, exact._AT_HAND = exact._AT_HAND, at_hand
     try:
-        found = [cut(lambda: iter([whole]), 1, amounts), cut(parts, 3, amounts)]
+        found = [cut(lambda find: [find(whole)], 1, amounts), cut(lambda find: map(find, parts), 3, amounts)]
     finally:
         exact._AT_HAND = before
     for one in found:
@@ -55,7 +54,7 @@ def test_a_cut_over_parts_is_the_head_of_the_sorted_whole(
         rows, fractions = one.partial(whole)
         inside[rows] = fractions
         np.testing.assert_allclose(inside, held)
-        assert (np.concatenate([one.whole(part) for part in parts()]) == one.whole(whole)).all()
+        assert (np.concatenate([one.whole(part) for part in parts]) == one.whole(whole)).all()
 
 
 @given(st.lists(st.floats(allow_nan=False), min_size=2, max_size=20))
