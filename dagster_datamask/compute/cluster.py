@@ -1,0 +1,661 @@
+"""A Ray cluster: workers are actors on any of its nodes, each built once and given items one after another.
+
+Ray places the actors, asks for nodes where it scales, and tells of what is lost; an actor is never restarted by Ray, as
+only we know which of its items may have ended it. Not here: machines, images and tokens, which are the cluster's.
+"""
+
+import logging
+import os
+import pickle
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import cloudpickle
+
+from dagster_datamask.compute.base import (
+    ONE_CORE,
+    TRIES,
+    Inline,
+    Item,
+    Poisoned,
+    Requests,
+    Result,
+    Session,
+    Told,
+    packed,
+    unpacked,
+)
+
+# times that an item may be under way where a node is lost or no longer answers, which an item hardly causes
+NODE_TRIES = 10
+# what each worker has: the item that it works on, and the next
+_AT_HAND = 2
+_OBJECT_STORE_BYTES = 80 * 2**20
+_DONE, _FAILED, _STOPPED = "done", "failed", "stopped"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_COUNTS = 5.0
+_SECONDS_BETWEEN_LINES = 60.0
+# how long Ray may take to find out whether what no longer answers is dead
+_SECONDS_TO_KNOW = 60.0
+# sockets lie below this folder, and a socket's path is short
+_LONGEST_FOLDER = 40
+_WORKERS_IN_A_LINE = 8
+
+
+class ClusterUnavailable(ConnectionError):
+    """The cluster does not answer, or no worker lives on it; later it may."""
+
+
+class ClusterUnfit(ValueError):
+    """The cluster answers, but not as it has to: another token, other versions, no room for one worker."""
+
+
+class RayCluster:
+    """The cluster at `address`, as `Compute`; it is connected to when it is first needed, until `close`.
+
+    address: as ray.init takes it ("auto", "host:port", "ray://host:port"); "" starts Ray on this machine with
+    `processes` cores, 0 for all, and ends it. Where this process is connected already, by a resource of dagster-ray for
+    one, that connection is used and left as it is. threads: of each worker's libraries; 0 for as many as the cores that
+    it asks for. shared: a folder that workers have to see as this process does. log: is told of workers, and of losses.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        threads: int = 0,
+        *,
+        processes: int = 0,
+        shared: Path | None = None,
+        log: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.address = address
+        self.log = log
+        self._threads = threads
+        self._cores = processes or len(os.sched_getaffinity(0))
+        self._shared = shared
+        self._token: Path | None = None
+        self._ours = False
+        self._folder: Path | None = None
+
+    @property
+    def workers(self) -> int:
+        """How many workers of one core the cluster has room for now."""
+        return max(1, _room(self._connected().nodes(), Requests()))
+
+    def each(
+        self,
+        worker: Callable[[], Callable[[Item, Told], Result]],
+        items: Sequence[Item],
+        *,
+        requests: Requests = ONE_CORE,
+        told: Callable[[Item, int], None] | None = None,
+    ) -> Iterator[tuple[Item, Result]]:
+        """As Compute.each. Raises ClusterUnavailable and ClusterUnfit beside what that raises."""
+        with self._pool(worker, requests) as pool:
+            yield from pool.each(items, told)
+
+    @contextmanager
+    def session(
+        self, worker: Callable[[], Callable[[Any, Told], Any]], *, requests: Requests = ONE_CORE
+    ) -> Iterator[Session]:
+        """As Compute.session."""
+        with self._pool(worker, requests) as pool:
+            yield pool
+
+    def close(self) -> None:
+        """Disconnect; end what was started here."""
+        if self._token is not None:
+            self._token.unlink(missing_ok=True)
+            self._token = None
+        if self._ours:
+            _ray().shutdown()
+            self._ours = False
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # what is sent to a worker may hold the place it was sent from; a worker hands nothing on
+        return Inline, ()
+
+    @contextmanager
+    def _pool(self, worker: Callable[[], Callable[[Any, Told], Any]], requests: Requests) -> Iterator["_Pool"]:
+        ray = self._connected()
+        if not self.address:
+            # the whole machine is the most that a worker of one machine can have
+            requests = Requests(min(requests.cpus, self._cores), requests.gpus, requests.memory_gb)
+        pool = _Pool(
+            ray,
+            cloudpickle.dumps(worker),
+            requests,
+            threads=self._threads or max(1, int(requests.cpus)),
+            token=self._token,
+            elsewhere=bool(self.address),
+            log=self.log,
+        )
+        try:
+            yield pool
+        finally:
+            pool.close()
+
+    def _connected(self) -> Any:
+        ray = _ray()
+        if not ray.is_initialized():
+            self._connect(ray)
+            self._ours = True
+        if self._shared is not None and self._token is None:
+            self._shared.mkdir(parents=True, exist_ok=True)
+            self._token = self._shared / f".shared-{secrets.token_hex(8)}"
+            self._token.touch()
+        return ray
+
+    def _connect(self, ray: Any) -> None:
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        # Ray prints each loss on stdout, which is for answers
+        ray._private.worker._worker_logs_enabled = False
+        in_main = threading.current_thread() is threading.main_thread()
+        on_term = signal.getsignal(signal.SIGTERM) if in_main else None
+        try:
+            if self.address:
+                ray.init(address=self.address, **quiet)
+            else:
+                os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                parent = tempfile.gettempdir()
+                self._folder = Path(
+                    tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) < _LONGEST_FOLDER - 13 else "/tmp")
+                )
+                ray.init(
+                    address="local",
+                    num_cpus=self._cores,
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    _temp_dir=str(self._folder),
+                    **quiet,
+                )
+        except Exception as error:
+            raise self._why_not(ray, error) from error
+        finally:
+            # Ray's would exit where Dagster's ends a run in order
+            if on_term is not None:
+                signal.signal(signal.SIGTERM, on_term)
+
+    def _why_not(self, ray: Any, error: Exception) -> Exception:
+        at = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
+        line = " ".join(str(error).split())
+        if isinstance(error, ray.exceptions.AuthenticationError) or "UNAUTHENTICATED" in line.upper():
+            return ClusterUnfit(
+                f"{at} refuses this process's token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the "
+                "cluster's token, which `ray get-auth-token` prints on its head node (RAY_AUTH_MODE=disabled, where "
+                "the cluster was started so)"
+            )
+        if "Version mismatch" in line or "version mismatch" in line:
+            return ClusterUnfit(f"{at} runs other versions than this process: {line}; use one image for both")
+        remedy = (
+            "is it running, and is compute.ray_address right? A machine outside the cluster connects by ray://host:10001"
+            if self.address
+            else "see compute.ray_address for a cluster that is running already"
+        )
+        return ClusterUnavailable(f"{at} cannot be had: {line}; {remedy}")
+
+
+@dataclass
+class _Worker:
+    """An actor as it is seen from here; `hello` is what it has yet to answer before it is given anything."""
+
+    actor: Any
+    hello: Any
+    name: str = ""
+    node_id: str = ""
+    # {what will be its result: place of the item}, in the order of sending, which is that of working
+    under_way: dict[Any, int] = field(default_factory=dict)
+    # the question how far it is, and when it was put
+    asked: Any = None
+    looked: float = 0.0
+    at: int | None = None
+    rows: int = 0
+    # set where it no longer answers: the question whether it lives, and until when
+    probe: Any = None
+    until: float = 0.0
+
+
+class _Pool:
+    """Workers of one kind, from the first item to the end of the context that they are for."""
+
+    def __init__(
+        self,
+        ray: Any,
+        worker: bytes,
+        requests: Requests,
+        *,
+        threads: int,
+        token: Path | None,
+        elsewhere: bool,
+        log: Callable[[str], None],
+    ) -> None:
+        self._ray = ray
+        self._requests = requests
+        self._threads = threads
+        self._token = None if token is None else str(token)
+        self._elsewhere = elsewhere
+        self._log = log
+        memory = {} if requests.memory_gb is None else {"memory": int(requests.memory_gb * 1e9)}
+        actor = _worker_class(ray)
+        self._actor = ray.remote(
+            num_cpus=requests.cpus,
+            num_gpus=requests.gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={"told": 1},
+            **memory,
+        )(actor)
+        self._versions = actor.versions()
+        # sent to each node once
+        self._worker = ray.put(worker)
+        self._workers: list[_Worker] = []
+        self._room, self._counted = 0, 0.0
+        # fewer than there is room for, after memory ran out
+        self._fewer = 0
+        self._most = 0
+        self._lost_in_a_row = 0
+        self._round = 0
+        self._said = time.monotonic()
+        self._greeted = False
+
+    def each(self, items: Sequence[Any], told: Callable[[Any, int], None] | None = None) -> Iterator[tuple[Any, Any]]:
+        self._round += 1
+        waiting = deque(range(len(items)))
+        tries: Counter[tuple[int, bool]] = Counter()
+        poisoned: dict[Any, str] = {}
+        failed: BaseException | None = None
+        done = 0
+        while waiting or any(worker.under_way for worker in self._workers):
+            if failed is None:
+                self._grow(len(waiting))
+                self._hand_out(items, waiting)
+            if told is not None:
+                self._ask()
+            self._say(items, done)
+            for worker, ref, value in self._answer():
+                if isinstance(value, self._ray.exceptions.RayError):
+                    if not self._is_lost(worker, value):
+                        continue
+                    why, own = self._reason(worker, value)
+                    again = self._let_go(worker)
+                    self._lost_in_a_row += 1
+                    line = f"lost {worker.name or 'a worker that was starting'} ({why})"
+                    if failed is not None:
+                        again = []
+                    if again:
+                        first, *rest = again
+                        tries[first, own] += 1
+                        waiting.extendleft(reversed(rest))
+                        if tries[first, own] < (TRIES if own else NODE_TRIES):
+                            # what may have ended a worker comes after what did not
+                            waiting.append(first) if own else waiting.appendleft(first)
+                            line += f"; {_named(items, again)} tried again"
+                        else:
+                            poisoned[items[first]] = why
+                            line += f"; {_named(items, [first])} given up" + (
+                                f", {_named(items, rest)} tried again" if rest else ""
+                            )
+                    self._log(line)
+                    if self._lost_in_a_row > 10 + 3 * self._most:
+                        raise ClusterUnavailable(
+                            f"{self._lost_in_a_row} workers on Ray were lost one after another and no item was done "
+                            f"between; the last: {why}"
+                        )
+                elif ref == worker.asked:
+                    worker.asked = None
+                    before, (worker.at, worker.rows) = (worker.at, worker.rows), value
+                    if value != before and worker.at in worker.under_way.values() and told is not None:
+                        told(items[worker.at], worker.rows)
+                elif ref == worker.probe:
+                    # it lives, but what it was sent may be lost
+                    waiting.extendleft(reversed(self._let_go(worker)))
+                else:
+                    place = worker.under_way.pop(ref)
+                    self._lost_in_a_row = 0
+                    kind, result = pickle.loads(value)
+                    if kind == _DONE:
+                        done += 1
+                        yield items[place], result
+                    elif kind == _FAILED:
+                        error = unpacked(result)
+                        error.add_note(f"in {worker.name}")
+                        if failed is None:
+                            failed = error
+                            waiting.clear()
+                            for other in self._workers:
+                                other.actor.stop.remote(self._round)
+                        else:
+                            self._log(f"also in {worker.name}: {type(error).__name__}: {error}")
+        if failed is not None:
+            raise failed
+        if poisoned:
+            raise Poisoned(poisoned)
+
+    def close(self) -> None:
+        """End all actors, those that wait for a place included."""
+        for worker in list(self._workers):
+            self._let_go(worker)
+
+    def _grow(self, waiting: int) -> None:
+        """As many workers as there are items and room; where the cluster may grow, as many again that wait for a place,
+        which is what asks for nodes."""
+        now = time.monotonic()
+        if now - self._counted >= _SECONDS_BETWEEN_COUNTS:
+            self._counted = now
+            self._room = _room(self._ray.nodes(), self._requests)
+        if not self._room and not self._elsewhere:
+            raise ClusterUnfit(
+                f"a worker asks for {_asked(self._requests)}, and Ray on this machine has "
+                f"{_there(self._ray.nodes())}; lower compute.requests"
+            )
+        self._most = max(1, self._room - self._fewer)
+        items = waiting + sum(len(worker.under_way) for worker in self._workers)
+        for _ in range(min(items, 2 * self._most if self._elsewhere else self._most) - len(self._workers)):
+            actor = self._actor.remote(self._worker, self._threads, self._requests.gpus)
+            self._workers.append(_Worker(actor, actor.hello.remote(self._token)))
+
+    def _hand_out(self, items: Sequence[Any], waiting: deque[int]) -> None:
+        ready = [worker for worker in self._workers if worker.hello is None and worker.probe is None]
+        for held in range(_AT_HAND):
+            for worker in ready:
+                # a second item where others have enough: it must not wait behind the first while a worker is idle
+                if len(worker.under_way) == held and len(waiting) > (self._most if held else 0):
+                    place = waiting.popleft()
+                    ref = worker.actor.work.remote(self._round, place, cloudpickle.dumps(items[place]))
+                    worker.under_way[ref] = place
+
+    def _ask(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            due = now - worker.looked >= _SECONDS_BETWEEN_LOOKS
+            if due and worker.under_way and worker.asked is None and worker.probe is None:
+                worker.looked = now
+                worker.asked = worker.actor.rows.remote()
+
+    def _answer(self) -> Iterator[tuple[_Worker, Any, Any]]:
+        """The next answer of any worker, or its error; none where all are at work. A worker's hello is heard here."""
+        of: dict[Any, _Worker] = {}
+        for worker in self._workers:
+            if worker.probe is not None:
+                of[worker.probe] = worker
+            elif worker.hello is not None:
+                of[worker.hello] = worker
+            else:
+                of |= dict.fromkeys(worker.under_way, worker)
+        # results first, so that none waits behind a question
+        questions = {worker.asked: worker for worker in self._workers if worker.asked is not None and not worker.probe}
+        refs = [*of, *questions]
+        ready, _ = self._ray.wait(refs, num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
+        for ref in ready:
+            worker = of.get(ref) or questions[ref]
+            try:
+                value = self._ray.get(ref)
+            except self._ray.exceptions.RayTaskError:
+                raise
+            except self._ray.exceptions.RayError as error:
+                yield worker, ref, error
+                continue
+            if ref == worker.hello:
+                self._welcome(worker, value)
+            else:
+                yield worker, ref, value
+
+    def _welcome(self, worker: _Worker, said: dict[str, Any]) -> None:
+        worker.hello, worker.node_id = None, said["node_id"]
+        worker.name = f"worker {said['pid']} on node {said['node']}"
+        theirs = said["versions"]
+        differ = [
+            f"{name} {theirs.get(name, 'missing')} (here {self._versions.get(name, 'missing')})"
+            for name in self._versions | theirs
+            if theirs.get(name) != self._versions.get(name)
+        ]
+        # workers of a Ray of our own are this installation, whatever is edited meanwhile
+        if differ and self._elsewhere:
+            raise ClusterUnfit(f"{worker.name} has {', '.join(differ)}; use one image for workers and this process")
+        if not said["sees"]:
+            assert self._token is not None
+            raise ClusterUnfit(
+                f"{worker.name} does not see {Path(self._token).parent} as this process does; mount that folder on "
+                "every node at this path, or set storage.root to an object store"
+            )
+        if not self._greeted:
+            self._greeted = True
+            self._log(f"Ray has room for {self._most} workers of {_asked(self._requests)}; the first is {worker.name}")
+
+    def _is_lost(self, worker: _Worker, error: Exception) -> bool:
+        """Whether Ray knows that it is lost; if it does not yet, it is asked."""
+        if not isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return True
+        now = time.monotonic()
+        if worker.probe is None:
+            worker.until = now + _SECONDS_TO_KNOW
+        elif now > worker.until:
+            return True
+        else:
+            time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
+        worker.probe = worker.actor.rows.remote()
+        return False
+
+    def _reason(self, worker: _Worker, error: Exception) -> tuple[str, bool]:
+        """Why it was lost, and whether the item that it worked on can have done it."""
+        text = " ".join(str(error).split())
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        if getattr(error, "preempted", False) or "preempted" in text.partition("This can happen")[0]:
+            return "its node was preempted", False
+        if _memory_ran_out(text) or isinstance(error, self._ray.exceptions.OutOfMemoryError):
+            # as many workers again would run out of it again
+            self._fewer = min(self._fewer + 1, self._most - 1)
+            return "ended by Ray as its node ran out of memory; raise memory_gb in compute.requests", True
+        if (worker.node_id and worker.node_id not in alive) or "node has died" in text or "node is dead" in text:
+            return "its node died", False
+        if isinstance(error, self._ray.exceptions.ActorUnavailableError):
+            return "it no longer answers", False
+        if not isinstance(error, self._ray.exceptions.RayActorError):
+            return text, False
+        code = re.search(r"exit code (\d+)", text)
+        return f"its process ended with exit code {code[1]}" if code else "its process was killed or crashed", True
+
+    def _let_go(self, worker: _Worker) -> list[int]:
+        """End an actor; the places of the items that it had, in order."""
+        self._workers.remove(worker)
+        if self._ray.is_initialized():
+            self._ray.kill(worker.actor)
+        return list(worker.under_way.values())
+
+    def _say(self, items: Sequence[Any], done: int) -> None:
+        now = time.monotonic()
+        if now - self._said < _SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        at_work = [worker for worker in self._workers if worker.under_way]
+        if not at_work and not any(worker.hello is None for worker in self._workers):
+            self._log(
+                f"no worker on Ray yet: each asks for {_asked(self._requests)}, and the cluster has "
+                f"{_there(self._ray.nodes())}; waiting for room"
+            )
+            return
+        shown = [
+            f"{worker.name}: {_named(items, [next(iter(worker.under_way.values()))])}"
+            + (f" at {worker.rows:,} rows" if worker.at == next(iter(worker.under_way.values())) else "")
+            for worker in at_work[:_WORKERS_IN_A_LINE]
+        ]
+        more = f" and {len(at_work) - len(shown)} more" if len(at_work) > len(shown) else ""
+        self._log(f"{done:,} of {len(items):,} done on Ray; at work: {'; '.join(shown)}{more}")
+
+
+def _worker_class(ray: Any) -> Any:
+    """What the actors are.
+
+    Made in a function, and importing where it needs something, so that it is sent by value: a worker that lacks this
+    package, or has another version of it, must be able to say so.
+    """
+
+    class DatamaskWorker:
+        def __init__(self, worker: bytes, threads: int, gpus: float) -> None:
+            self._worker = worker
+            self._threads = threads
+            self._gpus = gpus
+            self._work: Any = None
+            self._at: int | None = None
+            self._rows = 0
+            self._stopped = 0
+
+        def hello(self, token: str | None) -> dict[str, Any]:
+            import os
+            import time
+            from pathlib import Path
+
+            import ray
+
+            # a file system of the network may show a new file late
+            until = time.monotonic() + 5
+            while not (sees := token is None or Path(token).exists()) and time.monotonic() < until:
+                time.sleep(0.2)
+            return {
+                "pid": os.getpid(),
+                "node": ray.util.get_node_ip_address(),
+                "node_id": ray.get_runtime_context().get_node_id(),
+                "versions": self.versions(),
+                "sees": sees,
+            }
+
+        @staticmethod
+        def versions() -> dict[str, str]:
+            """What has to be the same here and in workers for equal bytes: Python, this package with a hash of its
+            code, and the libraries that it requires."""
+            import hashlib
+            import importlib.metadata
+            import importlib.util
+            import platform
+            from pathlib import Path
+
+            found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+            spec = importlib.util.find_spec("dagster_datamask")
+            if spec is None or not spec.submodule_search_locations:
+                return found
+            folder = Path(spec.submodule_search_locations[0])
+            code = hashlib.sha256()
+            for file in sorted(folder.rglob("*.py")):
+                code.update(str(file.relative_to(folder)).encode() + file.read_bytes())
+            found["dagster-datamask of code"] = code.hexdigest()[:12]
+            try:
+                found["dagster-datamask"] = importlib.metadata.version("dagster-datamask")
+                required = importlib.metadata.requires("dagster-datamask") or []
+            except importlib.metadata.PackageNotFoundError:
+                return found
+            from packaging.requirements import Requirement
+
+            for requirement in map(Requirement, required):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    try:
+                        found[requirement.name] = importlib.metadata.version(requirement.name)
+                    except importlib.metadata.PackageNotFoundError:
+                        continue
+            return found
+
+        def work(self, round_: int, place: int, item: bytes) -> bytes:
+            import pickle
+
+            import cloudpickle
+
+            from dagster_datamask.compute.base import use_threads
+
+            if round_ <= self._stopped:
+                return pickle.dumps((_STOPPED, None))
+            self._at, self._rows = place, 0
+            try:
+                if self._work is None:
+                    use_threads(self._threads)
+                    if 0 < self._gpus < 1:
+                        import torch
+
+                        # of a device that is shared, as much memory as was asked for
+                        torch.cuda.set_per_process_memory_fraction(self._gpus)
+                    self._work = pickle.loads(self._worker)()
+                return bytes(cloudpickle.dumps((_DONE, self._work(pickle.loads(item), self._told))))
+            except BaseException as error:
+                return pickle.dumps((_FAILED, packed(error)))
+
+        def _told(self, rows: int) -> None:
+            self._rows = rows
+
+        @ray.method(concurrency_group="told")
+        def rows(self) -> tuple[int | None, int]:
+            return self._at, self._rows
+
+        @ray.method(concurrency_group="told")
+        def stop(self, round_: int) -> None:
+            self._stopped = round_
+
+    return DatamaskWorker
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterUnfit(
+            f"compute.backend = 'ray' needs Ray ({error}); install the extra: pip install 'dagster-datamask[ray]'"
+        ) from error
+    return ray
+
+
+def _room(nodes: Sequence[dict[str, Any]], requests: Requests) -> int:
+    """How many workers the nodes that are alive hold, each worker on one of them."""
+    asked = {"CPU": requests.cpus, "GPU": requests.gpus, "memory": (requests.memory_gb or 0.0) * 1e9}
+    room = 0
+    for node in nodes:
+        if node["Alive"]:
+            has = node["Resources"]
+            # Ray counts in ten-thousandths
+            room += min(
+                (round(has.get(name, 0.0) * 1e4) // round(needed * 1e4) for name, needed in asked.items() if needed),
+                default=int(has.get("CPU", 0)),
+            )
+    return room
+
+
+def _asked(requests: Requests) -> str:
+    parts = [f"{requests.cpus:g} CPU"]
+    if requests.gpus:
+        parts.append(f"{requests.gpus:g} GPU")
+    if requests.memory_gb:
+        parts.append(f"{requests.memory_gb:g} GB")
+    return ", ".join(parts)
+
+
+def _there(nodes: Sequence[dict[str, Any]]) -> str:
+    """What each kind of node that is alive has."""
+    kinds = Counter(
+        _asked(Requests(has.get("CPU", 0.0), has.get("GPU", 0.0), round(has.get("memory", 0.0) / 1e9, 1)))
+        for has in (node["Resources"] for node in nodes if node["Alive"])
+    )
+    return "; ".join(f"{count} node{'s' * (count > 1)} of {what}" for what, count in sorted(kinds.items())) or "no node"
+
+
+def _memory_ran_out(text: str) -> bool:
+    return "running low on memory" in text or "OUT_OF_MEMORY" in text
+
+
+def _named(items: Sequence[Any], places: Sequence[int]) -> str:
+    return ", ".join(name if len(name := str(items[place])) <= 60 else f"{name[:57]}…" for place in places)
