@@ -123,7 +123,7 @@ def _run(settings: Settings, asked: list[str], limit: int | None, dry: bool, sta
         running.free_dead_slots(instance, lambda text: _err.print(text, style="yellow", highlight=False))
         runs = running.materialise(settings, source, snapshots, instance, _told, stages=stages)
     return {
-        "root": str(store.root),
+        "root": store.where,
         "runs": [asdict(run) for run in runs],
         "snapshots": running.summary(store, snapshots),
         "group_mates": running.staged_summary(store, settings, snapshots) if stages else [],
@@ -215,14 +215,14 @@ def _report(settings: Settings) -> str | None:
     import dagster as dg
 
     from dagster_datamask import running
-    from dagster_datamask.shards.generations import Store
+    from dagster_datamask.resources.storage import StorageResource
 
     with dg.DagsterInstance.from_config(str(running.dagster_home())) as instance:
         done = running.report_all(settings, instance)
     if not done.success:
         _err.print(f"report failed: {done.failure}", style="red", highlight=False, soft_wrap=True, markup=False)
         return None
-    published = Store(Path(settings.storage.root)).current("selection_report")
+    published = StorageResource.from_settings(settings).store().current("selection_report")
     return str(published.path(published.shards[0]))
 
 

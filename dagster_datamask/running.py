@@ -32,6 +32,7 @@ from dagster_datamask.jobs import (
 )
 from dagster_datamask.keyed import hash64
 from dagster_datamask.partitions import asset_key, cc_snapshot
+from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.encoders import ENCODERS
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.cursor import Cursor, read_batches
@@ -96,7 +97,7 @@ def refuse_narrowing(store: Store, settings: Settings, snapshots: Sequence[str])
         published = store.published("raw_shards", snapshot)
         if published is not None and published.settings["source.hash_below"] > settings.source.hash_below:
             raise SettingsError(
-                f"--limit would replace the fuller result of {snapshot} that {store.root} holds; give another --root"
+                f"--limit would replace the fuller result of {snapshot} that {store.where} holds; give another --root"
             )
 
 
@@ -204,7 +205,7 @@ class _Jobs:
         self, settings: Settings, source: Source, instance: dg.DagsterInstance, told: Callable[[SnapshotRun], None]
     ) -> None:
         self._settings, self._source, self._instance, self._told = settings, source, instance, told
-        self._defs, self._store = build_definitions(settings), Store(Path(settings.storage.root))
+        self._defs, self._store = build_definitions(settings), StorageResource.from_settings(settings).store()
         self.runs: list[SnapshotRun] = []
 
     def execute(self, job: str, snapshot: str | None = None, only: Sequence[str] | None = None) -> bool:

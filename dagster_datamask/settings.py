@@ -8,6 +8,7 @@ import difflib
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -104,7 +105,12 @@ class SourceSettings(Section):
 
 
 class StorageSettings(Section):
-    root: str = Field("datamask_root", description="folder that receives every published file")
+    root: str = Field(
+        "datamask_root", description="folder, or URL of a bucket (s3://, gs://), that receives every published file"
+    )
+    cache: str = Field(
+        "", description="of a bucket's files, folder of this machine's copies; '': below the user's cache folder"
+    )
 
 
 class ModelsSettings(Section):
@@ -595,7 +601,7 @@ PROFILES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 _PATHS = (
-    *("source.url", "storage.root"),
+    *("source.url", "storage.root", "storage.cache"),
     *("score.dclm_labels", "score.wiki_labels", "score.edu_labels", "score.ultra_labels"),
     *("clean.evaluation_sets", "baselines.gneissweb_categories"),
     *("group_mates.reference", "group_mates.held_out", "group_mates.checkpoint"),
@@ -703,7 +709,33 @@ def _unknown(where: str, what: str, word: str, known: list[str]) -> str:
     return f"{where}: unknown {what}; did you mean {near[0]!r}?"
 
 
+# names of a URL's parameters that are credentials, in the spelling of any store
+_SECRET_PARAMETERS = re.compile("secret|passw|token|credential|signature|^sig$|key$|^auth", re.IGNORECASE)
+
+
+def has_secret(text: str) -> bool:
+    """Whether a URL carries a password or a key: in front of its host, or as a parameter."""
+    _, sign, rest = text.partition("://")
+    if not sign:
+        return False
+    user, at, _host = rest.partition("/")[0].rpartition("@")
+    parameters = re.split("[?&;]", rest)[1:]
+    return bool(at and ":" in user) or any(_SECRET_PARAMETERS.search(p.partition("=")[0]) for p in parameters)
+
+
+def _no_secrets(data: Mapping[str, Any], where: str) -> None:
+    for section, values in data.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            texts = value if isinstance(value, list) else [value]
+            if any(isinstance(text, str) and has_secret(text) for text in texts):
+                raise SettingsError(
+                    f"{where}: {section}.{name} is a URL with a password or key in it; take it out of there, and put "
+                    "it into the environment, where the store's own client looks for it (such as AWS_SECRET_ACCESS_KEY)"
+                )
+
+
 def _validate(data: Mapping[str, Any], where: str) -> Settings:
+    _no_secrets(data, where)
     try:
         return Settings.model_validate(data)
     except ValidationError as error:

@@ -33,6 +33,7 @@ OTHER = {
     "source.tokenizer": "other/model",
     "source.hash_below": 0.5,
     "storage.root": "elsewhere",
+    "storage.cache": "elsewhere",
     "models.encoder": "other/model",
     "models.encoder_prefix": "q: ",
     "models.dclm": "trained",
@@ -231,6 +232,7 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
     assert set(OTHER) - read == {
         "source.url",
         "storage.root",
+        "storage.cache",
         "compute.device",
         "compute.dtype",
         "compute.processes",
@@ -303,6 +305,31 @@ def test_a_mistake_is_one_line_that_names_it(override: str, message: str) -> Non
         loaded(override)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "source.url=s3://AKIAKEY:marker-secret@bucket/x",
+        "storage.root=s3://bucket/x?secret=marker-secret",
+        "storage.root=https://host/x?X-Amz-Signature=marker-secret",
+        "storage.root=abfs://c@host/x?sig=marker-secret",
+        "models.dclm=https://user:marker-secret@host/model.bin",
+        "clean.evaluation_sets=['s3://b/x?a=1&access_token=marker-secret']",
+    ],
+)
+def test_a_secret_in_a_url_is_refused_and_not_repeated(override: str) -> None:
+    with pytest.raises(SettingsError, match="is a URL with a password or key in it") as caught:
+        loaded(override)
+    assert override.partition("=")[0] in str(caught.value)
+    assert "marker-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x@y:z", "hf://datasets/org/name@main", "abfs://container@account/x", "s3://b/x?versionId=3"]
+)
+def test_a_url_without_a_secret_is_taken(url: str) -> None:
+    assert loaded(f"source.url={url}").source.url == url
 
 
 def test_a_section_and_its_key_in_one_breath_is_told_apart() -> None:

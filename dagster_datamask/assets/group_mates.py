@@ -59,7 +59,7 @@ def build_group_mates_stage(number: int) -> tuple[StageAsset, ...]:
 def _card(number: int, run: Run) -> dict[str, Any]:
     """The influence model's card, for reading."""
     published = run.store.current(f"stage_{number}/influence_model")
-    return {"card": dg.MetadataValue.md((published.folder / influence.CARD_PAGE).read_text("utf-8"))}
+    return {"card": dg.MetadataValue.md(published.file(influence.CARD_PAGE).read_text("utf-8"))}
 
 
 STAGE_ASSETS = tuple(asset for number in range(1, MOST_STAGES + 1) for asset in build_group_mates_stage(number))

@@ -3,6 +3,8 @@
 A generation is a folder written by the one run that holds its lease, shard by shard, each with a completion record.
 It counts as published only when `current.json` beside it names it, and that file is replaced atomically after every
 shard and every blocking check is done. Published bytes hold no times, hosts or paths: equal inputs, equal bytes.
+
+Here: the rules, and a root on a disk of this machine. A root on an object store is `remote`'s.
 """
 
 import fcntl
@@ -21,10 +23,11 @@ from dagster_datamask.keyed import digest
 from dagster_datamask.shards.writer import atomic, file_sha256, remove_temps, write_json
 
 POINTER = "current.json"
-_LEASE = ".lease"
-_INPUTS = ".inputs.json"
+LEASE = ".lease"
+INPUTS = ".inputs.json"
+DONE = ".done.json"
 _TRASH = ".trash-"
-_WORK = ".work"
+WORK = ".work"
 
 
 class NotPublished(LookupError):
@@ -67,11 +70,23 @@ class Published:
     counts: dict[str, int]
     facts: dict[str, Any]
 
+    @property
+    def where(self) -> str:
+        """The generation's place, for people: `folder` is where this machine reads it."""
+        return str(self.folder)
+
     def path(self, shard: str) -> Path:
-        return self.folder / f"{shard}{self.ext}"
+        return self.file(f"{shard}{self.ext}")
+
+    def file(self, name: str) -> Path:
+        """A file of the generation, or a folder with all that is in it, on this machine; "" is the whole generation.
+
+        Of what the generation does not hold, the path of a file that does not exist.
+        """
+        return self.folder / name
 
     def record(self, shard: str) -> ShardRecord:
-        return _read_record(self.folder / f"{shard}{self.ext}.done.json")
+        return _read_record(self.folder / f"{shard}{self.ext}{DONE}")
 
 
 @dataclass(frozen=True)
@@ -80,33 +95,46 @@ class Store:
 
     root: Path
 
+    @property
+    def where(self) -> str:
+        """The root, for people: `root` is where this machine has its files."""
+        return str(self.root)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the root is a folder: who shares the work must share that folder."""
+        return True
+
     def folder(self, asset: str, snapshot: str | None) -> Path:
         return self.root / asset / snapshot if snapshot else self.root / asset
 
     def current(self, asset: str, snapshot: str | None = None) -> Published:
         """The published generation. Raises NotPublished with what to materialise."""
-        folder = self.folder(asset, snapshot)
-        try:
-            pointer = json.loads((folder / POINTER).read_text("utf-8"))
-        except FileNotFoundError:
+        pointer = self._pointer(asset, snapshot)
+        if pointer is None:
             what = f"{asset} of snapshot {snapshot}" if snapshot else asset
             remedy = "run the job fit_global" if snapshot is None else "materialise it"
-            raise NotPublished(f"{what} is not published under {self.root}; {remedy} first") from None
-        return Published(
-            asset=asset,
-            snapshot=snapshot,
-            fingerprint=pointer["fingerprint"],
-            folder=folder / pointer["fingerprint"],
-            shards=tuple(pointer["shards"]),
-            ext=pointer["ext"],
-            code_version=pointer["code_version"],
-            settings=pointer["settings"],
-            inputs=pointer["inputs"],
-            rows=pointer["rows"],
-            rows_in=pointer["rows_in"],
-            counts=pointer["counts"],
-            facts=pointer["facts"],
-        )
+            raise NotPublished(f"{what} is not published under {self.where}; {remedy} first")
+        return self._published(pointer)
+
+    def _pointer(self, asset: str, snapshot: str | None) -> dict[str, Any] | None:
+        try:
+            pointer: dict[str, Any] = json.loads((self.folder(asset, snapshot) / POINTER).read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        return pointer
+
+    def _published(self, pointer: Mapping[str, Any]) -> Published:
+        return Published(**self._told_by(pointer))
+
+    def _told_by(self, pointer: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of Published that a pointer tells."""
+        names = ("asset", "snapshot", "fingerprint", "ext", "code_version", "settings", "inputs")
+        return {
+            **{name: pointer[name] for name in (*names, "rows", "rows_in", "counts", "facts")},
+            "shards": tuple(pointer["shards"]),
+            "folder": self.folder(pointer["asset"], pointer["snapshot"]) / pointer["fingerprint"],
+        }
 
     def published(self, asset: str, snapshot: str | None = None) -> Published | None:
         """The published generation, or None."""
@@ -135,19 +163,12 @@ class Store:
         Another run with the same fingerprint waits here, then finds the work done. The lease is a file lock, so a
         killed process gives it back.
         """
-        fingerprint = digest(
-            asset,
-            snapshot or "",
-            code_version,
-            json.dumps(dict(settings), sort_keys=True),
-            json.dumps(dict(inputs), sort_keys=True),
-            size=12,
-        ).hex()
+        fingerprint = fingerprint_of(asset, snapshot, code_version, settings, inputs)
         folder = self.folder(asset, snapshot) / fingerprint
-        with _lease(folder, waiting):
+        with file_lease(folder, waiting):
             remove_temps(folder)
             # so that gc knows what a run is reading, not only what it writes
-            write_json(folder / _INPUTS, dict(inputs))
+            write_json(folder / INPUTS, dict(inputs))
             yield Generation(self, asset, snapshot, fingerprint, folder, code_version, dict(settings), dict(inputs))
 
     def gc(self, keep: int) -> list[tuple[str, int]]:
@@ -160,9 +181,9 @@ class Store:
         for trash in sorted(self.root.glob(f"**/{_TRASH}*")):
             shutil.rmtree(trash)
         removed = []
-        for parent in sorted({lease.parent.parent for lease in self.root.glob(f"**/{_LEASE}")}):
+        for parent in sorted({lease.parent.parent for lease in self.root.glob(f"**/{LEASE}")}):
             generations = sorted(
-                (lease.parent for lease in parent.glob(f"*/{_LEASE}")),
+                (lease.parent for lease in parent.glob(f"*/{LEASE}")),
                 key=lambda folder: (folder.stat().st_mtime_ns, folder.name),
                 reverse=True,
             )
@@ -178,15 +199,15 @@ class Store:
         """Fingerprints that a pointer names, a current generation was made from, or a running stage reads."""
         pointers = [json.loads(path.read_text("utf-8")) for path in sorted(self.root.glob(f"**/{POINTER}"))]
         wanted = {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
-        for lease in self.root.glob(f"**/{_LEASE}"):
-            inputs = lease.with_name(_INPUTS)
-            if inputs.exists() and _is_held(lease):
+        for lease in self.root.glob(f"**/{LEASE}"):
+            inputs = lease.with_name(INPUTS)
+            if inputs.exists() and is_held(lease):
                 wanted |= set(json.loads(inputs.read_text("utf-8")).values())
         return wanted
 
     def _remove_if_spare(self, folder: Path) -> bool:
         """Remove a generation unless a run holds it or, since the list was made, something has come to need it."""
-        handle = os.open(folder / _LEASE, os.O_RDWR)
+        handle = os.open(folder / LEASE, os.O_RDWR)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -219,15 +240,23 @@ class Generation:
     @property
     def work(self) -> Path:
         """Scratch space on the same disk, gone once the generation is published."""
-        folder = self.folder / _WORK
+        folder = self.folder / WORK
         folder.mkdir(exist_ok=True)
         return folder
+
+    def path(self, shard: str, ext: str) -> Path:
+        """The file of a shard that has its record, to be read; files are written to `folder`."""
+        return self.folder / f"{shard}{ext}"
+
+    def keep(self, *names: str) -> None:
+        """Files and folders written into `folder` without a record of their own are whole, and what is recorded next
+        may refer to them: whoever goes on with this generation finds them there."""
 
     def record(self, shard: str, ext: str) -> ShardRecord | None:
         """The completion record of a shard, if its file is there and of the recorded size."""
         file = self.folder / f"{shard}{ext}"
         try:
-            record = _read_record(file.with_name(file.name + ".done.json"))
+            record = _read_record(file.with_name(file.name + DONE))
         except FileNotFoundError:
             return None
         return record if file.exists() and file.stat().st_size == record.bytes else None
@@ -264,7 +293,7 @@ class Generation:
         The file is linked, not copied: files are replaced whole and never written into.
         """
         name = f"{shard}{ext}"
-        for other in sorted(self.folder.parent.glob(f"*/{name}.done.json")):
+        for other in sorted(self.folder.parent.glob(f"*/{name}{DONE}")):
             try:
                 record = _read_record(other)
                 if record.origin != origin or other.with_name(name).stat().st_size != record.bytes:
@@ -279,34 +308,47 @@ class Generation:
 
     def _keep(self, record: ShardRecord) -> ShardRecord:
         file = self.folder / record.file
-        write_json(file.with_name(file.name + ".done.json"), {**asdict(record), "fingerprint": self.fingerprint})
+        write_json(file.with_name(file.name + DONE), {**asdict(record), "fingerprint": self.fingerprint})
         return record
 
     def publish(self, records: list[ShardRecord], ext: str, facts: Mapping[str, Any]) -> Published:
         """Make this generation the current one. Every shard must have its record."""
-        shutil.rmtree(self.folder / _WORK, ignore_errors=True)
-        counts = total_counts(records)
+        shutil.rmtree(self.folder / WORK, ignore_errors=True)
         # the temp file lies where the next holder of the lease clears it away, should this process be killed
-        write_json(
-            self.store.folder(self.asset, self.snapshot) / POINTER,
-            {
-                "asset": self.asset,
-                "snapshot": self.snapshot,
-                "fingerprint": self.fingerprint,
-                "code_version": self.code_version,
-                "settings": self.settings,
-                "inputs": self.inputs,
-                "ext": ext,
-                "shards": [record.shard for record in records],
-                "rows": sum(record.rows for record in records),
-                "rows_in": sum(record.rows_in for record in records),
-                "counts": counts,
-                "facts": dict(facts),
-                "content": digest(*(r.sha256 for r in records), size=16).hex(),
-            },
-            scratch=self.folder,
-        )
+        pointer = self._pointer(records, ext, facts)
+        write_json(self.store.folder(self.asset, self.snapshot) / POINTER, pointer, scratch=self.folder)
         return self.store.current(self.asset, self.snapshot)
+
+    def _pointer(self, records: list[ShardRecord], ext: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "asset": self.asset,
+            "snapshot": self.snapshot,
+            "fingerprint": self.fingerprint,
+            "code_version": self.code_version,
+            "settings": self.settings,
+            "inputs": self.inputs,
+            "ext": ext,
+            "shards": [record.shard for record in records],
+            "rows": sum(record.rows for record in records),
+            "rows_in": sum(record.rows_in for record in records),
+            "counts": total_counts(records),
+            "facts": dict(facts),
+            "content": digest(*(r.sha256 for r in records), size=16).hex(),
+        }
+
+
+def fingerprint_of(
+    asset: str, snapshot: str | None, code_version: str, settings: Mapping[str, Any], inputs: Mapping[str, str]
+) -> str:
+    """24 hex digits over all that a generation is made from."""
+    return digest(
+        asset,
+        snapshot or "",
+        code_version,
+        json.dumps(dict(settings), sort_keys=True),
+        json.dumps(dict(inputs), sort_keys=True),
+        size=12,
+    ).hex()
 
 
 def total_counts(records: Iterable[ShardRecord]) -> dict[str, int]:
@@ -318,21 +360,25 @@ def total_counts(records: Iterable[ShardRecord]) -> dict[str, int]:
 
 
 def _read_record(path: Path) -> ShardRecord:
-    data = json.loads(path.read_text("utf-8"))
-    data.pop("fingerprint")
-    return ShardRecord(**data)
+    return record_of(json.loads(path.read_text("utf-8")))
+
+
+def record_of(told: Mapping[str, Any]) -> ShardRecord:
+    """The record that a completion record's JSON tells."""
+    return ShardRecord(**{name: value for name, value in told.items() if name != "fingerprint"})
 
 
 @contextmanager
-def _lease(folder: Path, waiting: Callable[[str], None]) -> Iterator[None]:
+def file_lease(folder: Path, waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lease of a folder among the processes of this machine, waiting for it."""
     told = False
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / _LEASE, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # gc may have removed the folder between opening and locking; a lock on a deleted file guards nothing
-            if _same_file(handle, folder / _LEASE):
+            if _same_file(handle, folder / LEASE):
                 break
         except BlockingIOError:
             if not told:
@@ -353,7 +399,8 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _is_held(lease: Path) -> bool:
+def is_held(lease: Path) -> bool:
+    """Whether a process of this machine holds the lease of the file's folder."""
     handle = os.open(lease, os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -47,7 +47,12 @@ def fsync_folder(folder: Path) -> None:
 def write_json(path: Path, value: Any, scratch: Path | None = None) -> None:
     """Write `value` as sorted, indented JSON, atomically: equal values give equal bytes."""
     with atomic(path, scratch=scratch) as temp:
-        temp.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+        temp.write_bytes(json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """`value` as sorted, indented JSON in UTF-8: equal values give equal bytes."""
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def remove_temps(folder: Path) -> None:

@@ -127,6 +127,7 @@ def baseline(run: Run, source: Source, snapshot: str, name: str) -> Outcome:
         chosen = cache(lambda: BASELINES[name](work))
         if not summary.exists():
             write_json(summary, chosen().facts)
+            generation.keep(summary.name)
         return _publish(run, generation, work, json.loads(summary.read_text("utf-8")), lambda s: chosen().rows(s))
 
 

@@ -295,7 +295,7 @@ def contaminated_documents(run: Run, source: Source, snapshot: str) -> Outcome:
         )
         by_set: Counter[str] = Counter()
         for shard in raw.shards:
-            for table in read_batches(generation.folder / f"{shard}.parquet", ["evaluation_set"], SIDE_ROWS):
+            for table in read_batches(generation.path(shard, ".parquet"), ["evaluation_set"], SIDE_ROWS):
                 by_set.update(table["evaluation_set"].to_pylist())
         facts = {
             "contaminated": sum(record.rows for record in records),

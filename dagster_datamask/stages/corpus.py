@@ -60,7 +60,7 @@ def corpus_selection_state(run: Run, source: Source) -> Outcome:
     constants = constants_of(frozen)
     found, skipped = embedded_snapshots(run.store, run.settings)
     if not found:
-        raise NotPublished(f"no snapshot under {run.store.root} has published e5_embeddings; run the job embed first")
+        raise NotPublished(f"no snapshot under {run.store.where} has published e5_embeddings; run the job embed first")
     made_from = {name: fingerprints(inputs) for name, inputs in found.items()}
     before = run.store.published(STATE)
     further = further_terms(run.settings, frozen)
@@ -230,7 +230,7 @@ def embedded_snapshots(store: Store, settings: Settings) -> tuple[dict[str, dict
 
 
 def read_state(published: Published) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((published.folder / STATE_FILE).read_text("utf-8"))
+    state: dict[str, Any] = json.loads(published.file(STATE_FILE).read_text("utf-8"))
     return state
 
 
@@ -278,7 +278,7 @@ def part_of(
     """
     published = run.store.published(STATE)
     if published is None:
-        raise NotPublished(f"{STATE} is not published under {run.store.root}; run the job solve_corpus first")
+        raise NotPublished(f"{STATE} is not published under {run.store.where}; run the job solve_corpus first")
     state = read_state(published)
     entry = state["snapshots"].get(snapshot)
     if entry is None:
@@ -352,6 +352,7 @@ class _Round:
         path = self._generation.folder / "round.json"
         if not path.exists():
             write_json(path, self._solve(identity))
+            self._generation.keep(path.name)
         told: dict[str, Any] = json.loads(path.read_text("utf-8"))
         return told
 

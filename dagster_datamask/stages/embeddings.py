@@ -142,7 +142,7 @@ def kmeans_clusters(run: Run, snapshot: str) -> Outcome:
         )
         sizes = np.zeros(fitted.facts["k"], dtype=np.int64)
         for shard in embedded.shards:
-            for table in read_batches(generation.folder / f"{shard}.parquet", ["cluster"], EMBEDDING_ROWS):
+            for table in read_batches(generation.path(shard, ".parquet"), ["cluster"], EMBEDDING_ROWS):
                 sizes += np.bincount(table["cluster"].to_numpy(), minlength=len(sizes))
         return finish(
             generation,

@@ -82,7 +82,7 @@ def exportable(store: Store) -> tuple[dict[str, Kept], dict[str, str]]:
         elif documents.inputs["fineweb_mask_manifest"] != manifest.fingerprint:
             left_out[snapshot] = "its manifest was published anew; materialise fineweb_mask again"
         else:
-            sidecar = json.loads((manifest.folder / SIDECAR).read_text("utf-8"))
+            sidecar = json.loads(manifest.file(SIDECAR).read_text("utf-8"))
             found[snapshot] = Kept(snapshot, documents, manifest, sidecar)
     return found, left_out
 
@@ -118,7 +118,7 @@ def dataset_card(run: Run) -> Outcome:
     stage = STAGES[CARD]
     found, left_out = exportable(run.store)
     if not found:
-        raise NotPublished(f"no snapshot under {run.store.root} has published fineweb_mask; materialise one first")
+        raise NotPublished(f"no snapshot under {run.store.where} has published fineweb_mask; materialise one first")
     formats, tokenizer = _formats(run.settings)
     foreign = _foreign(run.in_force, list(found.values()))
     schema = _one_schema(found.values())
@@ -275,6 +275,7 @@ class _Files:
             if name in self.different:
                 return
             write_json(self._generation.folder / f"{name}{_RECEIPT}", receipts)
+            self._generation.keep(*(f"{FOLDER}/{receipt['path']}" for receipt in receipts))
             record = self._generation.complete(name, _RECEIPT, rows=rows, rows_in=rows, counts={"exported": rows})
         self.records.append(record)
         self.receipts += receipts
@@ -285,7 +286,7 @@ class _Files:
         record = self._generation.record(name, _RECEIPT)
         if record is None:
             return None, []
-        receipts = json.loads((self._generation.folder / record.file).read_text("utf-8"))
+        receipts = json.loads(self._generation.path(name, _RECEIPT).read_text("utf-8"))
         for receipt in receipts:
             path = self._folder / receipt["path"]
             if not path.exists() or path.stat().st_size != receipt["bytes"]:

@@ -154,6 +154,7 @@ class _Choice:
                 )
                 with pa.memory_map(str(path)) as file:
                     self._choose(pa.ipc.open_file(file).read_all(), k, shares[k], centroids, *files[k])
+                self._generation.keep("splits")
             path.unlink()
         return files
 

@@ -80,6 +80,9 @@ def influence_model(run: Run, number: int) -> Outcome:
             with atomic(generation.folder / CARD_PAGE) as temp:
                 temp.write_text(_page(stage.name, card, facts), "utf-8")
             write_json(generation.folder / CARD_FILE, {"card": card.to_dict(), "facts": facts})
+            for name in (*MODEL_FILES, CLUSTERS_FILE):
+                generation.complete(name, "", rows=0, rows_in=0, counts={})
+            generation.keep(CARD_PAGE)
             used = sum(count["training"] + count["held_out"] for count in card.trajectories.values())
             record = generation.complete(
                 CARD_FILE,
@@ -89,7 +92,10 @@ def influence_model(run: Run, number: int) -> Outcome:
                 counts={"fitted_or_measured_on": used, "left_out": len(rollouts.trajectories) - used},
             )
         told = json.loads((generation.folder / CARD_FILE).read_text("utf-8"))
-        files = [generation.complete(name, "", rows=0, rows_in=0, counts={}) for name in (*MODEL_FILES, CLUSTERS_FILE)]
+        files = [
+            generation.record(name, "") or generation.complete(name, "", rows=0, rows_in=0, counts={})
+            for name in (*MODEL_FILES, CLUSTERS_FILE)
+        ]
         return finish(
             generation,
             [record, *files],
@@ -246,7 +252,7 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
                 yield table["doc_id"], vectors_of(table)
 
         def kernel() -> "_Predict":
-            return _Predict(InfluenceModel.load(fitted.folder, run.accelerator))
+            return _Predict(InfluenceModel.load(fitted.file(""), run.accelerator))
 
         records = map_shards(
             generation,
@@ -279,7 +285,7 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
 def _range(generation: Generation, records: list[ShardRecord]) -> tuple[float, float | None, float | None]:
     total, lowest, highest = 0.0, None, None
     for record in records:
-        for table in read_batches(generation.folder / record.file, ["influence"], SIDE_ROWS):
+        for table in read_batches(generation.path(record.shard, ".arrow"), ["influence"], SIDE_ROWS):
             values = table["influence"].to_numpy()
             if values.size:
                 total += float(values.sum())

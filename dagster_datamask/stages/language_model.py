@@ -150,8 +150,8 @@ def continued_model(run: Run, source: Source, number: int) -> Outcome:
     chosen, missing = _chosen(run, number)
     if not chosen:
         raise NotPublished(
-            f"stage {number} has chosen nothing yet under {run.store.root}; run the job group_mates_select_{number} of "
-            "a snapshot first"
+            f"stage {number} has chosen nothing yet under {run.store.where}; run the job group_mates_select_{number} "
+            "of a snapshot first"
         )
     keys = {
         **fingerprints(inputs),
@@ -255,7 +255,7 @@ def trained_on(published: Published) -> Iterator[list[bytes]]:
 
 def warmed_up_on(published: Published) -> Iterator[pa.Table]:
     """snapshot, doc_id and text of what the warm-up model was trained on here."""
-    path = published.folder / WARM_UP_FILE
+    path = published.file(WARM_UP_FILE)
     if path.exists():
         with pq.ParquetFile(path) as parquet:
             for batch in parquet.iter_batches(BATCH_ROWS, columns=["snapshot", "doc_id", "text"]):
@@ -324,6 +324,7 @@ def _write_training(
             "losses": losses.tolist(),
         },
     )
+    generation.keep(CHECKPOINT)
     generation.complete(TRAINING_FILE, "", rows=1, rows_in=rows, counts=counts)
 
 
@@ -354,7 +355,7 @@ def _curve(asset: str, last: int, losses: list[float]) -> dict[str, bytes]:
 
 def open_checkpoint(published: Published) -> tuple[Tokenizer, Checkpoint]:
     """Tokenizer and checkpoint of a published language model."""
-    folder = published.folder / CHECKPOINT
+    folder = published.file(CHECKPOINT)
     return tokens.load_tokenizer(str(folder)), load_checkpoint(folder)
 
 

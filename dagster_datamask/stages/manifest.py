@@ -4,7 +4,7 @@ The manifest joins every side file by doc_id and refuses to be written from part
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dagster_datamask.scoring.tokenizers import resolve_tokenizer
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
-from dagster_datamask.shards.generations import Published, total_counts
+from dagster_datamask.shards.generations import Generation, Published, total_counts
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import write_json
@@ -91,7 +91,7 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
         counts = Counter(total_counts(records))
         facts = {
             **{decision: counts[decision] for decision in DECISIONS},
-            "tokens_kept": _tokens_kept(generation.folder, raw),
+            "tokens_kept": _tokens_kept(generation, raw),
             "strategy": chosen,
             **_selection_facts(mask),
         }
@@ -266,10 +266,10 @@ def _selection_facts(masks: Published) -> dict[str, Any]:
     }
 
 
-def _tokens_kept(folder: Path, raw: Published) -> int | None:
+def _tokens_kept(generation: Generation, raw: Published) -> int | None:
     """GPT-2 tokens of the kept rows, None where the source does not tell one's."""
     total = 0
-    for table in _batches(folder, raw.shards, ["decision", "token_count"]):
+    for table in _batches(lambda shard: generation.path(shard, ".parquet"), raw.shards, ["decision", "token_count"]):
         kept = table["token_count"].filter(pc.equal(table["decision"], "kept"))
         if kept.null_count:
             return None
@@ -281,7 +281,7 @@ def mask_figure(published: Published) -> bytes:
     """Quality of the documents that could be chosen and of those that were, and the kept share of each cluster."""
     by_quality = np.zeros((2, QUALITY_BINS), dtype=np.int64)
     by_cluster: list[Counter[int]] = [Counter(), Counter()]
-    for table in _batches(published.folder, published.shards, ["decision", "quality", "cluster"]):
+    for table in _batches(published.path, published.shards, ["decision", "quality", "cluster"]):
         for k, decisions in enumerate((["kept", "not_selected"], ["kept"])):
             rows = table.filter(pc.is_in(table["decision"], value_set=pa.array(decisions)))
             by_quality[k] += integer_histogram(rows["quality"].to_numpy())
@@ -297,9 +297,9 @@ def mask_figure(published: Published) -> bytes:
     )
 
 
-def _batches(folder: Path, shards: Sequence[str], columns: list[str]) -> Iterator[pa.Table]:
+def _batches(path: Callable[[str], Path], shards: Sequence[str], columns: list[str]) -> Iterator[pa.Table]:
     for shard in shards:
-        yield from read_batches(folder / f"{shard}.parquet", columns, SIDE_ROWS)
+        yield from read_batches(path(shard), columns, SIDE_ROWS)
 
 
 def _sidecar(

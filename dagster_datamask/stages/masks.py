@@ -178,6 +178,7 @@ def _as_one(
             "splits": 1,
         }
         write_json(summary, facts)
+        generation.keep(summary.name)
     stored = json.loads(summary.read_text("utf-8"))
     records = _write_one_pool(
         run,
@@ -313,6 +314,7 @@ def _solve_splits(
             with pa.memory_map(str(path)) as file:
                 table = pa.ipc.open_file(file).read_all()
                 _solve_split(run, pool.snapshot, table, k, plan, amounts[k], scale, result, facts)
+            generation.keep("splits")
         path.unlink()
     return files
 
@@ -502,7 +504,7 @@ def _facts(
 
 def _marks(generation: Generation, shard: str) -> np.ndarray:
     """bool[k]: which candidates of a shard are in its published mask."""
-    column = pq.read_table(generation.folder / f"{shard}.parquet", columns=["selected"])["selected"]
+    column = pq.read_table(generation.path(shard, ".parquet"), columns=["selected"])["selected"]
     return np.asarray(column.to_numpy())
 
 

@@ -86,7 +86,7 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
         histogram = np.zeros(QUALITY_BINS, dtype=np.int64)
         total = 0.0
         for shard in raw.shards:
-            for batch in read_batches(generation.folder / f"{shard}.parquet", ["score"], SIDE_ROWS):
+            for batch in read_batches(generation.path(shard, ".parquet"), ["score"], SIDE_ROWS):
                 values = batch["score"].drop_null().to_numpy()
                 histogram += integer_histogram(values)
                 total += float(values.sum())
@@ -192,7 +192,7 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
         )
         counts = Counter(total_counts(records))
         lowest = min(
-            (low for shard in raw.shards for low in _lowest_survivors(generation.folder / f"{shard}.parquet")),
+            (low for shard in raw.shards for low in _lowest_survivors(generation.path(shard, ".parquet"))),
             default=None,
         )
         facts = {

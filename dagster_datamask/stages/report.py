@@ -43,7 +43,7 @@ from dagster_datamask.stages.report_numbers import (
 from dagster_datamask.stages.report_pages import PAGE, Figure, certificate_in_words, figures, in_short
 
 EXT = ".html"
-NUMBERS, SAMPLE_FILE = "numbers.json", "sample.arrow"
+NUMBERS, SAMPLE_FILE, FIGURES = "numbers.json", "sample.arrow", "figures"
 
 
 def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
@@ -68,6 +68,7 @@ def snapshot_report(run: Run, source: Source, snapshot: str) -> Outcome:
         record = generation.record(PAGE, EXT)
         if record is None:
             numbers = _make(run, source, generation, inputs, others, left_out)
+            generation.keep(NUMBERS, SAMPLE_FILE, FIGURES)
             record = generation.complete(PAGE, EXT, rows=manifest.rows, rows_in=manifest.rows, counts=numbers.decisions)
         told = json.loads((generation.folder / NUMBERS).read_text("utf-8"))
         return finish(
@@ -200,7 +201,7 @@ def _certificate(masks: Published) -> str:
 
 def made_from(manifest: Published) -> str:
     """Settings and fingerprints of a published manifest, as tables."""
-    sidecar = json.loads((manifest.folder / SIDECAR).read_text("utf-8"))
+    sidecar = json.loads(manifest.file(SIDECAR).read_text("utf-8"))
     settings = [{"setting": key, "value": json.dumps(value)} for key, value in sidecar["settings"].items()]
     made = [
         {"asset": name, "version": sidecar["code_versions"][name], "fingerprint": fingerprint}
@@ -235,16 +236,16 @@ def facts_of(numbers: Numbers) -> dict[str, Any]:
 
 def read_sample(published: Published) -> pa.Table:
     """The sample of a published report."""
-    with pa.memory_map(str(published.folder / SAMPLE_FILE)) as file:
+    with pa.memory_map(str(published.file(SAMPLE_FILE))) as file:
         return pa.ipc.open_file(file).read_all()
 
 
 def write_figures(folder: Path, drawn: Sequence[Figure]) -> list[dict[str, str]]:
     """Write the figures beside the page; [{heading, file}]."""
-    (folder / "figures").mkdir(exist_ok=True)
+    (folder / FIGURES).mkdir(exist_ok=True)
     told = []
     for number, figure in enumerate(drawn, 1):
-        name = f"figures/{number:02d}.png"
+        name = f"{FIGURES}/{number:02d}.png"
         with atomic(folder / name) as temp:
             temp.write_bytes(figure.png)
         told.append({"heading": figure.heading, "file": name})
@@ -253,7 +254,7 @@ def write_figures(folder: Path, drawn: Sequence[Figure]) -> list[dict[str, str]]
 
 def read_figures(published: Published, told: Sequence[Mapping[str, str]]) -> dict[str, bytes]:
     """{heading: PNG} of what `write_figures` wrote."""
-    return {figure["heading"]: (published.folder / figure["file"]).read_bytes() for figure in told}
+    return {figure["heading"]: published.file(figure["file"]).read_bytes() for figure in told}
 
 
 def write_page(folder: Path, title: str, sections: Sequence[Section]) -> None:

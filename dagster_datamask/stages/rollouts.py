@@ -284,6 +284,7 @@ def _bootstrap(run: Run, generation: Generation, probed: _Probed) -> Draw:
             progress=fitting_progress(run, f"{generation.asset}, the bootstrap's model"),
         )
         put_folder(generation, model.save, _INITIAL)
+        generation.keep(_INITIAL)
         write_json(generation.folder / _INITIAL_CARD, card.to_dict())
         generation.complete(_INITIAL_CARD, "", rows=0, rows_in=0, counts={})
     model = InfluenceModel.load(generation.folder / _INITIAL, run.accelerator)
@@ -397,8 +398,8 @@ class Rollouts:
 def read_rollouts(published: Published) -> Rollouts:
     """All rollouts of a published rollout_sets."""
     asked = published.settings
-    probed = _Probed.read(published.folder, asked["group_mates.validation"], asked["group_mates.seed"])
-    return _read(published.folder, probed, RANDOM, BOOTSTRAP)
+    probed = _Probed.read(published.file(""), asked["group_mates.validation"], asked["group_mates.seed"])
+    return _read(published.file(""), probed, RANDOM, BOOTSTRAP)
 
 
 def _read(folder: Path, probed: _Probed, *policies: str) -> Rollouts:

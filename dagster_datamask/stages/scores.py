@@ -55,7 +55,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
         )
         scored, total = 0, 0.0
         for shard in raw.shards:
-            for batch in read_batches(generation.folder / f"{shard}.parquet", ["score"], SIDE_ROWS):
+            for batch in read_batches(generation.path(shard, ".parquet"), ["score"], SIDE_ROWS):
                 values = batch["score"].drop_null().to_numpy()
                 scored, total = scored + len(values), total + float(values.sum())
         fact = classifier.facts

@@ -27,6 +27,7 @@ from dagster_datamask.stages.corpus import STATE, named, outdated_masks
 from dagster_datamask.stages.manifest import SIDECAR
 from dagster_datamask.stages.report import (
     EXT,
+    FIGURES,
     NUMBERS,
     facts_of,
     read_figures,
@@ -61,7 +62,7 @@ def selection_report(run: Run, source: Source) -> Outcome:
     stage = STAGES["selection_report"]
     found = {name: _selected(run.store, name) for name in run.store.snapshots(_MANIFEST)}
     if not found:
-        raise NotPublished(f"no snapshot under {run.store.root} has a manifest; run the job full for one first")
+        raise NotPublished(f"no snapshot under {run.store.where} has a manifest; run the job full for one first")
     foreign = {name: why for name, one in found.items() if (why := _foreign(_sidecar(one.manifest), run.in_force))}
     same = Check("made_under_these_settings", not foreign, True, {"different": named(foreign) or "none"})
     if foreign:
@@ -77,6 +78,7 @@ def selection_report(run: Run, source: Source) -> Outcome:
         record = generation.record(PAGE, EXT)
         if record is None:
             _make(run, generation, found, waiting)
+            generation.keep(NUMBERS, FIGURES)
             counts: Counter[str] = Counter()
             for one in found.values():
                 counts.update(one.manifest.counts)
@@ -166,7 +168,7 @@ def unreported(store: Store, settings: Settings) -> dict[str, str]:
 
 
 def _sidecar(manifest: Published) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((manifest.folder / SIDECAR).read_text("utf-8"))
+    told: dict[str, Any] = json.loads(manifest.file(SIDECAR).read_text("utf-8"))
     return told
 
 
@@ -184,7 +186,7 @@ def _selected(store: Store, snapshot: str) -> _Snapshot:
     report = store.published(_REPORT, snapshot)
     if report is None or report.inputs.get(_MANIFEST) != manifest.fingerprint:
         return _Snapshot(manifest, None, {})
-    return _Snapshot(manifest, report, json.loads((report.folder / NUMBERS).read_text("utf-8")))
+    return _Snapshot(manifest, report, json.loads(report.file(NUMBERS).read_text("utf-8")))
 
 
 def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], waiting: Mapping[str, str]) -> None:

@@ -71,7 +71,7 @@ def exact_substrings(run: Run, source: Source, snapshot: str) -> Outcome:
         )
         facts: Counter[str] = Counter()
         for shard in raw.shards:
-            for table in read_batches(generation.folder / f"{shard}.parquet", list(_COUNTED), SIDE_ROWS):
+            for table in read_batches(generation.path(shard, ".parquet"), list(_COUNTED), SIDE_ROWS):
                 facts["documents_cut"] += pc.sum(pc.greater(table["removed_bytes"], 0)).as_py() or 0
                 facts.update({name: pc.sum(table[name]).as_py() or 0 for name in _COUNTED})
         share = facts["removed_bytes"] / facts["bytes"] if facts["bytes"] else None
