@@ -174,8 +174,8 @@ def pages(full: bool) -> list[Row]:
 
 
 def memory(full: bool) -> list[Row]:
-    """By how much the peak of memory while the stage scores 10,000 and 100,000 documents (with `full` the last) is above
-    that of 1,000: both are some 20 MB, of which a ratio would tell nothing."""
+    """By how much the peak of memory while the stage scores 10,000 and 100,000 documents (with `full` the last) is
+    above that of 1,000: what they grow by is some 20 MB, of which a ratio would tell nothing."""
     if not DATA.is_dir():
         return [absent("fastText, memory", _ABSENT)]
     sizes = (1_000, 10_000, 100_000) if full else (1_000, 10_000)
