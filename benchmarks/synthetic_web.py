@@ -75,8 +75,8 @@ def write_labels(path: Path, name: str, documents: int = 2000) -> None:
     rng = keyed.rng(0, "scale/labels", name)
     topics = rng.integers(0, TOPICS, documents)
     good = keyed.rng(0, "scale/taste", name).permutation(TOPICS) < TOPICS // 2
-    texts = _texts(rng, topics, np.full(documents, 600))
-    pq.write_table(pa.table({"text": texts, "label": good[topics].astype(np.int64)}), path)
+    written = texts(rng, topics, np.full(documents, 600))
+    pq.write_table(pa.table({"text": written, "label": good[topics].astype(np.int64)}), path)
 
 
 def vector_blocks(place: Place) -> Iterator[np.ndarray]:
@@ -109,6 +109,13 @@ def _directions() -> tuple[np.ndarray, np.ndarray]:
     return drawn[0], drawn[1:] * np.float32(_TOPIC_PART)
 
 
+def topics_of(place: Place) -> np.ndarray:
+    """int64[rows]: what each document of the shard is about."""
+    firsts = range(0, place.rows, BLOCK)
+    drawn = [_topics_of(place, first, min(BLOCK, place.rows - first)) for first in firsts]
+    return np.concatenate([np.zeros(0, np.int64), *drawn])
+
+
 def _topics_of(place: Place, first: int, rows: int) -> np.ndarray:
     return keyed.rng(0, "scale/topics", place.snapshot, place.shard, first).integers(0, TOPICS, rows)
 
@@ -116,10 +123,10 @@ def _topics_of(place: Place, first: int, rows: int) -> np.ndarray:
 def _block(place: Place, first: int, rows: int) -> pa.Table:
     rng = keyed.rng(0, "scale/documents", place.snapshot, place.shard, first)
     lengths = np.clip(rng.lognormal(_LOG_MEAN, _LOG_SD, rows), 1, _LONGEST)
-    texts = _texts(rng, _topics_of(place, first, rows), lengths)
+    written = texts(rng, _topics_of(place, first, rows), lengths)
     blank = pa.array(rng.random(rows) < _BLANK)
-    texts = pc.if_else(blank, "", texts)
-    sizes = pc.binary_length(texts).to_numpy(zero_copy_only=False)
+    written = pc.if_else(blank, "", written)
+    sizes = pc.binary_length(written).to_numpy(zero_copy_only=False)
     rows_of_ids = first + np.arange(rows)
     # an id that the row before has
     rows_of_ids -= (rng.random(rows) < _REPEATED_ID) & (rows_of_ids > 0)
@@ -127,7 +134,7 @@ def _block(place: Place, first: int, rows: int) -> pa.Table:
     dump, shard = place.snapshot, place.shard
     return pa.table(
         {
-            "text": texts,
+            "text": written,
             "id": pa.array([f"<urn:uuid:{dump}-{shard}-{row:012d}>" for row in rows_of_ids], pa.string()),
             "dump": pa.array([dump] * rows, pa.string()),
             "url": pa.array([f"https://site-{h}.example/{first + k}" for k, h in enumerate(hosts)], pa.string()),
@@ -142,7 +149,7 @@ def _block(place: Place, first: int, rows: int) -> pa.Table:
     )
 
 
-def _texts(rng: np.random.Generator, topics: np.ndarray, lengths: np.ndarray) -> pa.StringArray:
+def texts(rng: np.random.Generator, topics: np.ndarray, lengths: np.ndarray) -> pa.StringArray:
     """A text for every topic, of about so many bytes: words by Zipf's law, some in every topic's order of rank and
     some in this one's."""
     vocabulary, mean_bytes, draws = _vocabulary()
