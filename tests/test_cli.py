@@ -28,9 +28,15 @@ def write_config(settings: Settings, path: Path) -> Path:
     for section, values in settings.model_dump(by_alias=True, exclude_none=True).items():
         if isinstance(values, dict):
             lines.append(f"[{section}]")
-            lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+            lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(inner)}' for name, inner in value.items())}}}"
+    return json.dumps(value)
 
 
 @pytest.fixture
