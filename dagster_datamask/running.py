@@ -284,6 +284,8 @@ def limited(settings: Settings, source: Source, snapshots: Sequence[str], limit:
     def hashes() -> Iterator[np.ndarray]:
         for snapshot in snapshots:
             for shard in source.shards(snapshot):
+                if shard.name in settings.source.aside(snapshot):
+                    continue
                 first = 0
                 for batch in source.batches(shard, ["id"], _ID_ROWS):
                     ids = batch.column("id") if "id" in batch.schema.names else None

@@ -92,6 +92,9 @@ class SourceSettings(Section):
     on_bad_shard: Literal["fail", "quarantine"] = Field(
         "fail", description="a shard that cannot be read fails the run, or is set aside and reported"
     )
+    set_aside: list[str] = Field(
+        [], description="shards to go on without, unread, as '<snapshot>/<shard>'; they count as quarantined"
+    )
     tokenizer: str = Field(
         "openai-community/gpt2",
         description="counts tokens where a row has no token_count: hub id, folder or package:<name>; '': none does",
@@ -102,6 +105,18 @@ class SourceSettings(Section):
         le=1,
         description="keep the documents whose keyed hash lies below this share (`run --limit` sets it)",
     )
+
+    @field_validator("set_aside")
+    @classmethod
+    def _of_a_snapshot(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not all(name.partition("/")) or name.count("/") > 1:
+                raise ValueError(f"names shards as '<snapshot>/<shard>', and {name!r} is none")
+        return value
+
+    def aside(self, snapshot: str) -> set[str]:
+        """Names of the snapshot's shards that are set aside."""
+        return {shard for of, _, shard in (name.partition("/") for name in self.set_aside) if of == snapshot}
 
 
 class StorageSettings(Section):

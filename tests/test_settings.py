@@ -30,6 +30,7 @@ TOGETHER = (
 OTHER = {
     "source.url": "elsewhere",
     "source.on_bad_shard": "quarantine",
+    "source.set_aside": ["S/x"],
     "source.tokenizer": "other/model",
     "source.hash_below": 0.5,
     "storage.root": "elsewhere",
@@ -231,6 +232,8 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
     read = {key for stage in STAGES.values() for key in stage.reads}
     assert set(OTHER) - read == {
         "source.url",
+        # the fingerprints of raw_shards hold what of a snapshot is set aside
+        "source.set_aside",
         "storage.root",
         "storage.cache",
         "compute.device",
@@ -291,6 +294,9 @@ def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
         ("score.weights=[0,0,0]", "not all zero"),
         ("score.weights=[1,-1,1]", "takes three numbers"),
         ("score.weights=[nan,1,1]", "score.weights.0 = nan: Input should be a finite number"),
+        ("source.set_aside=['x.parquet']", "names shards as '<snapshot>/<shard>', and 'x.parquet' is none"),
+        ("source.set_aside=['S/']", "names shards as '<snapshot>/<shard>', and 'S/' is none"),
+        ("source.set_aside=['S/data/x']", "and 'S/data/x' is none"),
         ("source.on_bad_shard=skip", "Input should be 'fail' or 'quarantine'"),
         ("source.hash_below=0", "source.hash_below = 0"),
         ("storage.root=5", "storage.root = 5: Input should be a valid string"),

@@ -55,15 +55,19 @@ def quality_calibration(run: Run, source: Source) -> Outcome:
 
     Raises SourceError, and BadShard with on_bad_shard = fail; else shards that cannot be read are passed over.
     """
-    return passing_over_bad_shards(run, "quality_calibration", lambda bad: _calibrate(run, source, bad))
+    return passing_over_bad_shards(run, source, "quality_calibration", lambda bad: _calibrate(run, source, bad))
 
 
-def passing_over_bad_shards(run: Run, what: str, compute: Callable[[set[str]], Outcome]) -> Outcome:
+def passing_over_bad_shards(run: Run, source: Source, what: str, compute: Callable[[set[str]], Outcome]) -> Outcome:
     """compute(paths to pass over), again and again until no further shard proves to be unreadable.
 
-    Raises BadShard with on_bad_shard = fail.
+    Those of source.set_aside are passed over from the start. Raises BadShard with on_bad_shard = fail.
     """
-    bad: set[str] = set()
+    asked = run.settings.source
+    snapshots = {name.partition("/")[0] for name in asked.set_aside} & set(source.snapshots())
+    bad = {
+        shard.path for snapshot in snapshots for shard in source.shards(snapshot) if shard.name in asked.aside(snapshot)
+    }
     while True:
         try:
             return compute(bad)

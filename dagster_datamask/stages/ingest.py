@@ -4,19 +4,22 @@ Only identity and readability are decided here, and tokens counted where the sou
 model. Text itself is never copied.
 """
 
+import difflib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
+from dagster_datamask.compute.base import TRIES, Poisoned
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_counts
-from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
+from dagster_datamask.settings import SettingsError
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
 from dagster_datamask.shards.source import REVISION, Shard, Source
@@ -34,33 +37,55 @@ def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
     """Publish `doc_id, row, decision, reason, token_count` of every readable row of `snapshot`.
 
     Tokens of a text whose row has no count are counted with source.tokenizer, which is looked for only where a shard
-    may lack counts; '' leaves them null.
+    may lack counts; '' leaves them null. Shards of source.set_aside are not read, and those that cannot be read, or end
+    whatever process reads them, with on_bad_shard = quarantine; quarantined_shards tells why. Footers and ids are read
+    by this process.
 
-    Raises ModelUnavailable for a tokenizer that is needed and not there, SourceError (no such snapshot, no shards),
-    ColumnClash (columns that cannot stand in one table), ShardReplaced (the listing or a shard changed meanwhile) and,
-    with on_bad_shard = fail, BadShard.
+    Raises SettingsError where source.set_aside names a shard that is not there, ModelUnavailable for a tokenizer that
+    is needed and not there, SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one
+    table), ShardReplaced (the listing or a shard changed meanwhile) and, with on_bad_shard = fail, BadShard and
+    Poisoned.
     """
-    bad: dict[str, BadShard] = {}
+    bad = _set_aside(run, source, snapshot)
     while True:
         listing = source.listing_fingerprint(snapshot)
         try:
             return _identify(run, source, snapshot, bad)
-        except (BadShard, OSError) as error:
+        except (BadShard, OSError, Poisoned) as error:
             # half of the old and half of the new is no verdict on either
             if source.listing_fingerprint(snapshot) != listing:
                 raise ShardReplaced(f"{snapshot} changed while it was read: {error}") from error
-            if not isinstance(error, BadShard):
+            if isinstance(error, BadShard):
+                found = {error.path.rpartition("/")[2].removesuffix(".parquet"): error.why}
+            elif isinstance(error, Poisoned):
+                found = {
+                    shard: f"ends the process that reads it, {TRIES} of {TRIES} times ({why})"
+                    for shard, why in error.why.items()
+                }
+            else:
                 raise
-            shard = error.path.rpartition("/")[2].removesuffix(".parquet")
-            if run.settings.source.on_bad_shard == "fail" or shard in bad:
+            if run.settings.source.on_bad_shard == "fail" or found.keys() & bad.keys():
                 raise
             # a page may turn out broken after rows of other shards were written; the fingerprint names the shards set
             # aside, so starting over never mixes the two
-            run.log(f"quarantined: {error}")
-            bad[shard] = error
+            for shard, why in found.items():
+                run.log(f"quarantined: {snapshot}/{shard}: {why}")
+            bad |= found
 
 
-def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard]) -> Outcome:
+def _set_aside(run: Run, source: Source, snapshot: str) -> dict[str, str]:
+    """{shard of source.set_aside: why it is not read}."""
+    asked = run.settings.source.aside(snapshot)
+    there = [shard.name for shard in source.shards(snapshot)] if asked else []
+    for name in sorted(asked - set(there)):
+        (near,) = difflib.get_close_matches(name, there, n=1, cutoff=0.0)
+        raise SettingsError(
+            f"source.set_aside: {snapshot} has no shard {name!r}; did you mean '{snapshot}/{near}'? Remove what is gone"
+        )
+    return dict.fromkeys(sorted(asked), "named in source.set_aside")
+
+
+def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> Outcome:
     stage = STAGES["raw_shards"]
     by_name = {shard.name: shard for shard in source.shards(snapshot) if shard.name not in bad}
     footers = {name: source.footer(shard) for name, shard in by_name.items()}
@@ -69,44 +94,50 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, BadShard])
     contents = {name: source.content(shard, as_listed=True) for name, shard in by_name.items()}
     total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
-    inputs |= {f"quarantined {name}": digest(error.why, size=8).hex() for name, error in bad.items()}
+    inputs |= {f"quarantined {name}": digest(why, size=8).hex() for name, why in bad.items()}
     uncounted = [by_name[name].path for name, footer in footers.items() if footer.uncounted]
     tokenizer = run.settings.source.tokenizer if uncounted else ""
     if tokenizer:
         inputs["tokenizer"] = _resolved(tokenizer, uncounted[0]).revision
     counted: Counter[str] = Counter()
     with run.generation(stage, snapshot, inputs) as generation:
-        duplicates = Duplicates(generation.work, total)
+
+        def duplicates() -> Callable[[str], dict[int, int]]:
+            found = Duplicates(generation.work, total)
+            found.find(list(by_name), lambda name: _ids(source, by_name[name]))
+            return found.of
 
         def kernel() -> _Identify:
-            duplicates.find(list(by_name), lambda name: _ids(source, by_name[name]))
+            if tokenizer and resolve_tokenizer(tokenizer).revision != inputs["tokenizer"]:
+                raise ModelUnavailable(
+                    f"source.tokenizer: {tokenizer} is another one where shards are read; put the same on every machine"
+                )
             count = load_tokenizer(tokenizer) if tokenizer else None
-            return _Identify(duplicates, run.settings.source.hash_below, count, counted)
+            return _Identify(run.settings.source.hash_below, count, counted)
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             list(by_name),
             # every column is read, so that a broken page is found here and not by the export
-            lambda name: _rows(source, by_name[name], None, BATCH_ROWS),
+            lambda name, later: _rows(source, by_name[name], None, BATCH_ROWS, later),
             kernel,
             RAW,
             ext=".parquet",
             total_rows=total,
-            progress=run.progress(stage, snapshot),
+            given=duplicates,
             source=lambda name: {
                 "content": _unchanged(source, by_name[name], contents[name]),
                 _RECOMPUTED: counted[name],
             },
         )
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
-            writer.write(
-                pa.table({"shard": list(bad), "reason": [error.why for error in bad.values()]}, schema=QUARANTINED)
-            )
+            writer.write(pa.table({"shard": list(bad), "reason": list(bad.values())}, schema=QUARANTINED))
         complete = Check(
             "every_shard_readable",
             not bad,
             False,
-            {"quarantined": "; ".join(f"{name} {error.why}" for name, error in bad.items()) or "none"},
+            {"quarantined": "; ".join(f"{name} {why}" for name, why in bad.items()) or "none"},
         )
         facts = {
             "shards": len(records),
@@ -137,26 +168,29 @@ def _unchanged(source: Source, shard: Shard, content: str) -> str:
 
 
 class _Batch:
-    """Rows of a shard from `first` on; columns may be missing."""
+    """Rows of a shard from `first` on; columns may be missing. later: {row: kind} of the shard's duplicates."""
 
-    def __init__(self, shard: str, first: int, rows: pa.RecordBatch) -> None:
+    def __init__(self, shard: str, first: int, rows: pa.RecordBatch, later: dict[int, int]) -> None:
         self.shard = shard
         self.first = first
         self.rows = rows
+        self.later = later
 
     def column(self, name: str) -> pa.Array | None:
         return self.rows.column(name) if name in self.rows.schema.names else None
 
 
-def _rows(source: Source, shard: Shard, columns: tuple[str, ...] | None, rows: int) -> Iterator[_Batch]:
+def _rows(
+    source: Source, shard: Shard, columns: tuple[str, ...] | None, rows: int, later: dict[int, int]
+) -> Iterator[_Batch]:
     first = 0
     for batch in source.batches(shard, columns, rows):
-        yield _Batch(shard.name, first, batch)
+        yield _Batch(shard.name, first, batch, later)
         first += len(batch)
 
 
 def _ids(source: Source, shard: Shard) -> Iterator[tuple[int, list[str]]]:
-    for batch in _rows(source, shard, ("id",), _ID_ROWS):
+    for batch in _rows(source, shard, ("id",), _ID_ROWS, {}):
         yield batch.first, base_ids(batch.column("id"), shard.name, batch.first, len(batch.rows))[0]
 
 
@@ -166,19 +200,13 @@ class _Identify:
     counted: rows whose tokens were counted here, by shard.
     """
 
-    def __init__(
-        self, duplicates: Duplicates, hash_below: float, tokenizer: Tokenizer | None, counted: Counter[str]
-    ) -> None:
-        self._duplicates = duplicates
+    def __init__(self, hash_below: float, tokenizer: Tokenizer | None, counted: Counter[str]) -> None:
         self._hash_below = hash_below
         self._tokenizer = tokenizer
         self._counted = counted
-        self._shard: str | None = None
-        self._rows: dict[int, int] = {}
 
     def __call__(self, batch: _Batch) -> tuple[pa.Table, int, Counts]:
-        if batch.shard != self._shard:
-            self._shard, self._rows = batch.shard, self._duplicates.of(batch.shard)
+        if not batch.first:
             self._counted[batch.shard] = 0
         count = len(batch.rows)
         own, without_id = base_ids(batch.column("id"), batch.shard, batch.first, count)
@@ -187,7 +215,7 @@ class _Identify:
         decisions: list[str | None] = [None if why is None else "bad_row" for why in blank]
         reasons = [why or ("no_id" if absent else None) for why, absent in zip(blank, without_id, strict=True)]
         for k in range(count):
-            kind = self._rows.get(batch.first + k)
+            kind = batch.later.get(batch.first + k)
             if kind is not None:
                 ids[k] = renamed(own[k], batch.first + k, batch.shard, kind)
                 decisions[k], reasons[k] = "duplicate", f"same id as an earlier row: {own[k]}"

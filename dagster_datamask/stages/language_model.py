@@ -61,7 +61,7 @@ def warmup_model(run: Run, source: Source) -> Outcome:
     """
     if run.settings.group_mates.checkpoint:
         return _given(run)
-    return passing_over_bad_shards(run, "warmup_model", lambda bad: _warm_up(run, source, bad))
+    return passing_over_bad_shards(run, source, "warmup_model", lambda bad: _warm_up(run, source, bad))
 
 
 def _given(run: Run) -> Outcome:
