@@ -28,6 +28,8 @@ INPUTS = ".inputs.json"
 DONE = ".done.json"
 _TRASH = ".trash-"
 WORK = ".work"
+# how a record reads of which a power failure left a part, or nothing: what it tells of is not done
+_TORN = (ValueError, TypeError, AttributeError)
 
 
 class NotPublished(LookupError):
@@ -257,7 +259,7 @@ class Generation:
         file = self.folder / f"{shard}{ext}"
         try:
             record = _read_record(file.with_name(file.name + DONE))
-        except FileNotFoundError:
+        except (FileNotFoundError, *_TORN):
             return None
         return record if file.exists() and file.stat().st_size == record.bytes else None
 
@@ -300,8 +302,8 @@ class Generation:
                     continue
                 with atomic(self.folder / name) as temp:
                     os.link(other.with_name(name), temp)
-            except FileNotFoundError:
-                # gc was faster
+            except (FileNotFoundError, *_TORN):
+                # gc was faster, or a power failure left a part of the record
                 continue
             return self._keep(record)
         return None

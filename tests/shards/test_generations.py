@@ -340,3 +340,17 @@ def test_a_shard_made_from_the_same_is_taken_over(tmp_path: Path) -> None:
     assert second.path("x").samefile(first.path("x"))
     assert second.record("x") == first.record("x")
     assert (second.rows, second.counts) == (3, {"good": 3})
+
+
+@pytest.mark.parametrize("left", [b"", b'{"bytes": 1', b"[]", b'{"shard": "s"}'])
+def test_a_torn_record_tells_of_nothing(tmp_path: Path, left: bytes) -> None:
+    """What a disk that lied about fsync leaves of a record after a power failure: its shard is made again."""
+    store = Store(tmp_path)
+    first = publish(store, 3)
+    (first.folder / "s.parquet.done.json").write_bytes(left)
+    with store.generation("a", "S", code_version="1", settings={"v": 3}, inputs={}) as generation:
+        assert generation.folder == first.folder
+        assert generation.record("s", ".parquet") is None
+        assert generation.adopt("s", ".parquet", "origin") is None
+    assert publish(store, 3) == first
+    assert first.record("s").rows == 3
