@@ -1,8 +1,8 @@
 """What Dagster's Helm chart makes of deploy/values.yaml, as far as the values reach, by facts read off its templates.
 
-The chart itself is on no package index, so `helm template` cannot run here. This is its reading of the keys that we set,
-and nothing else: a key that it does not know (misspelt, or in the wrong place) is an error, as the chart's own schema
-has it for most sections.
+The chart itself is on no package index, so `helm template` cannot run here. This is its reading of the keys that we
+set, and nothing else: a key that it does not know (misspelt, or in the wrong place) is an error, as the chart's own
+schema has it for most sections.
 """
 
 from collections.abc import Mapping
@@ -180,9 +180,7 @@ class Chart:
 
     def _code(self, values: Values) -> None:
         assert values.take("enabled") and values.take("enableSubchart")
-        (deployment,) = (
-            Values(one, "dagster-user-deployments.deployments[].") for one in values.take("deployments")
-        )
+        (deployment,) = (Values(one, "dagster-user-deployments.deployments[].") for one in values.take("deployments"))
         self.code_host, self.code_port = deployment.take("name"), deployment.take("port")
         included = deployment.section("includeConfigInLaunchedRuns")
         assert included.take("enabled") is False, "runs would take the code server's resources"
