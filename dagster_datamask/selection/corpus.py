@@ -20,10 +20,10 @@ from typing import Any, Literal
 
 import cloudpickle
 import numpy as np
-from threadpoolctl import ThreadpoolController, threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from dagster_datamask import keyed
-from dagster_datamask.compute.base import Compute, Inline, Session, Told
+from dagster_datamask.compute.base import INLINE, Compute, Session, Told
 from dagster_datamask.selection.budgets import check_tokens
 from dagster_datamask.selection.certificates import Certificate, Evaluation, Terms, certify, evaluate
 from dagster_datamask.selection.certified import (
@@ -45,7 +45,7 @@ from dagster_datamask.selection.objectives import (
 )
 from dagster_datamask.selection.passes import MEMORY, Part, Parts, Passes, Work
 from dagster_datamask.selection.pool import checksum
-from dagster_datamask.selection.vectors import LONGEST, SHORTEST, Vectors, prepare
+from dagster_datamask.selection.vectors import LONGEST, SHORTEST, Vectors, one_thread, prepare
 from dagster_datamask.shards.writer import atomic
 
 # documents below which sending work to other processes takes longer than doing it
@@ -126,7 +126,6 @@ class Corpus:
             {name: (term.weight, *score_scale(scale, term.constants, 0.0, 1.0, 1.0)) for name, term in further.items()},
         )
         self._shards: dict[str, _Shard] = {}
-        # Σ ẑ in whole units
         self._total: GridSum | None = None
 
     def add(self, name: str, blocks: Callable[[], Iterable[Block]]) -> None:
@@ -141,10 +140,12 @@ class Corpus:
             folder.mkdir(parents=True, exist_ok=True)
             record_of, total = _write(folder, name, blocks(), self.terms.lam > 0, list(self._linear.further))
             with atomic(record) as temp:
-                temp.write_text(json.dumps({"shard": asdict(record_of), "total": total}), "utf-8")
-        told = json.loads(record.read_text("utf-8"))
+                temp.write_text(json.dumps(asdict(record_of) | {"total": total}), "utf-8")
+        told: dict[str, Any] = json.loads(record.read_text("utf-8"))
         known = name in self._shards
-        self._shards[name] = _Shard(**told["shard"])
+        # Σ ẑ in whole units: kept of all together, as it is the larger part of what is known of a shard
+        sums = np.array(told.pop("total"), object)
+        self._shards[name] = _Shard(**told)
         if self.terms.lam > 0 and self._shards[name].rows and not self._shards[name].quality:
             raise ValueError(f"{folder} was written without scores, for λ = 0; remove it")
         kinds = {(s.d, s.quality, s.costs, s.groups, *s.scores) for s in self._shards.values() if s.rows}
@@ -152,7 +153,7 @@ class Corpus:
             raise ValueError(f"shard {name} has vectors or columns of another kind than those before: {sorted(kinds)}")
         if self._shards[name].rows and not known:
             self._total = self._total or GridSum(self._shards[name].d)
-            self._total.total += np.array(told["total"], object)
+            self._total.total += sums
 
     @property
     def n(self) -> int:
@@ -285,7 +286,7 @@ def solve_corpus(
     given: Given | None = None,
     options: CertifiedOptions = CertifiedOptions(),  # noqa: B008
     progress: Progress | None = None,
-    compute: Compute = Inline(),  # noqa: B008
+    compute: Compute = INLINE,
     log: Callable[[str], None] = lambda line: None,
 ) -> CorpusSelection:
     """Choose amounts[g] documents (tokens, where shards have costs) of each group and certify the choice, as
@@ -309,7 +310,7 @@ def pays(corpus: Corpus, compute: Compute) -> bool:
     return min(compute.workers, len(corpus.parts)) > 1 and corpus.n >= _SPREAD_ROWS
 
 
-@threadpool_limits.wrap(limits=1, user_api="blas")
+@one_thread()
 def _solve(corpus: Corpus, passes: Passes, options: CertifiedOptions, progress: Progress | None) -> CorpusSelection:
     _check(passes)
     passes.map(_reset)
@@ -344,7 +345,7 @@ def _order_by_linear(part: Part) -> None:
     part.order[:] = part.linear
 
 
-@threadpool_limits.wrap(limits=1, user_api="blas")
+@one_thread()
 def certify_corpus(corpus: Corpus, passes: Passes, state: Relaxation | None = None) -> tuple[Evaluation, Certificate]:
     """What the mask that the shards hold is worth, and its certificate, at the relaxation's point or the mask's own."""
     evaluation = evaluate(passes, corpus.terms)
@@ -552,12 +553,12 @@ class _Worker:
                 f"{platform.node()} does not have the scratch folder of {self.host}; with a root that both mount, all "
                 "machines have their part in it"
             )
-        controller, elsewhere = ThreadpoolController(), platform.node() != self.host
+        libraries, elsewhere = ThreadpoolController(), platform.node() != self.host
 
         def work(task: _Task, told: Told) -> list[Any]:
             run, found = pickle.loads(task.work), []
             self.parts.turns = dict(task.turns)
-            with controller.limit(limits=1, user_api="blas"):
+            with one_thread(libraries):
                 for k, number in enumerate(task.numbers):
                     part = self.parts.part(number)
                     found.append(run(part) if task.given is None else run(part, task.given[k]))
@@ -660,7 +661,7 @@ def _write(
                 put("groups", block.groups.astype(np.int64, casting="safe"))
             rows += len(block.ids)
     scratch = _Scratch(folder, rows, "r")
-    with threadpool_limits(limits=1, user_api="blas"):
+    with one_thread():
         prepared = prepare(scratch("vectors", dtype, (rows, max(d, 1))), scratch("ties", np.uint64))
     prepared.vectors.inverse.tofile(folder / "inverse.bin")
     for stale in [*_SCRATCH, "bits", *(f"{name}{side}" for name in _TURNED for side in (0, 1))]:

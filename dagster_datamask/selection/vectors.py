@@ -5,12 +5,14 @@ centroids, and the two concave metrics' features of a row (ẑ, and ẑẑᵀ). 
 the solvers).
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
@@ -24,8 +26,8 @@ BLOCK = 1024
 PRODUCT = 256
 # rows that BLAS is given a multiple of
 _EVEN = 64
-# rows read at once where only a product with a vector is taken
-_DOTS = 4096
+# rows read at once where only a product with a vector is taken: few enough to stay in cache once they are widened
+_DOTS = 512
 _TORCH_GRAIN = 32_000
 # rows that go to a device, and are widened there, at once
 _UPLOADED = 1 << 16
@@ -185,15 +187,32 @@ def _torch_dtype(rows: np.ndarray) -> Any:
     return torch.float16 if rows.dtype == np.float16 else torch.float32
 
 
+@contextmanager
+def one_thread(libraries: ThreadpoolController | None = None) -> Iterator[None]:
+    """BLAS and torch, where it is loaded, on one thread: it is blocks of rows that go to all cores. libraries: those
+    of this process, for who comes here often, as looking for them takes milliseconds."""
+    torch = sys.modules.get("torch")
+    before = None if torch is None else torch.get_num_threads()
+    try:
+        if torch is not None:
+            torch.set_num_threads(1)
+        with (libraries or ThreadpoolController()).limit(limits=1, user_api="blas"):
+            yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(before)
+
+
 def as_single(rows: np.ndarray) -> np.ndarray:
     """float32 rows. Torch converts half precision several times as fast as NumPy, in pieces below which it starts no
-    threads of its own."""
+    threads of its own where it may."""
     if rows.dtype != np.float16:
         return rows.astype(np.float32, copy=False)
     import torch
 
     single = np.empty(rows.shape, np.float32)
-    step = max(1, _TORCH_GRAIN // max(1, rows.shape[1]))
+    alone = torch.get_num_threads() == 1
+    step = max(1, len(rows) if alone else _TORCH_GRAIN // max(1, rows.shape[1]))
     for a in range(0, len(rows), step):
         # a memory map is read-only, which `from_numpy` would warn of
         torch.from_numpy(single[a : a + step]).copy_(torch.from_dlpack(rows[a : a + step]))
@@ -223,7 +242,7 @@ def nearest(rows: np.ndarray, centroids: np.ndarray) -> tuple[np.ndarray, np.nda
         best = products.argmax(axis=1)
         labels[a:b], cosines[a:b] = best[: b - a], products[np.arange(PRODUCT), best][: b - a]
 
-    with threadpool_limits(1, "blas"):
+    with one_thread():
         map_blocks(block, n, PRODUCT)
     return labels, cosines
 
