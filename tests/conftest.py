@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_labels, write_shard
+from tests.s3 import s3, s3_process
 
 # what the user's shell says must not reach the tests, nor the tests the user's history of runs
 for _name in ("DAGSTER_HOME", "DATAMASK_CONFIG", "DATAMASK_SOURCE", "DATAMASK_ROOT"):
     os.environ.pop(_name, None)
+
+__all__ = ["s3", "s3_process"]
 
 EMBEDDED = SNAPSHOT_STAGES[: SNAPSHOT_STAGES.index("kmeans_clusters") + 1]
 SNAPSHOTS = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")

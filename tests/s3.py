@@ -13,24 +13,18 @@ from typing import Any
 
 import pytest
 
-boto = pytest.importorskip("botocore", reason="object stores need the extra: pip install 'dagster-datamask[s3]'")
-moto = pytest.importorskip("moto.server", reason="the S3 server of these tests needs moto[server]")
-
-import fsspec  # noqa: E402
-import s3fs  # noqa: E402
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app  # noqa: E402
-from werkzeug.serving import WSGIRequestHandler, make_server  # noqa: E402
-
 KEY, SECRET = "AKIALOOPBACKTESTKEY0", "marker-secret-of-the-loopback-store"
 _BUCKET = "bucket"
-_SLOW_DOWN = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your rate</Message></Error>"
+_CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
 
 
 class S3Server:
     """`url` of an empty bucket; `requests` by kind ("LIST", "HEAD", "GET", "PUT", …) and `sent`, bytes of objects."""
 
-    def __init__(self, where: str) -> None:
-        self.endpoint = where
+    def __init__(self, endpoint: str, client: Any) -> None:
+        self.endpoint = endpoint
+        # the test's own, which holds no listing
+        self.client = client
         self.url = f"s3://{_BUCKET}"
         self.requests: Counter[str] = Counter()
         self.sent = 0
@@ -43,16 +37,11 @@ class S3Server:
         self.sent = 0
         self.fault = lambda kind, path: None
 
-    def client(self) -> s3fs.S3FileSystem:
-        """A client of its own, which holds no listing."""
-        return s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
-
     def upload(self, folder: Path, to: str = "") -> str:
         """Put a folder's files into the bucket; the URL they lie under."""
-        client = self.client()
         for path in sorted(folder.rglob("*")):
             if path.is_file():
-                client.pipe_file(
+                self.client.pipe_file(
                     "/".join(filter(None, (_BUCKET, to, path.relative_to(folder).as_posix()))), path.read_bytes()
                 )
         return "/".join(filter(None, (self.url, to)))
@@ -74,12 +63,14 @@ class _Counted:
         kind = "LIST" if listed else environ["REQUEST_METHOD"]
         with self._lock:
             server.requests[kind] += 1
-            status = server.fault(kind, path)
+        # not under the lock: it may ask the server for something itself
+        status = server.fault(kind, path)
         if status is not None:
-            start_response(
-                f"{status} Fault", [("Content-Type", "application/xml"), ("Content-Length", str(len(_SLOW_DOWN)))]
+            told = (
+                f"<Error><Code>{_CODES[status]}</Code><Message>{_CODES[status]} as asked for</Message></Error>".encode()
             )
-            return [_SLOW_DOWN]
+            start_response(f"{status} Fault", [("Content-Type", "application/xml"), ("Content-Length", str(len(told)))])
+            return [told]
         return self._measured(self._application(environ, start_response), kind, server)
 
     def _measured(self, body: Iterable[bytes], kind: str, server: S3Server) -> Iterator[bytes]:
@@ -90,26 +81,32 @@ class _Counted:
             yield block
 
 
-class _Quiet(WSGIRequestHandler):
-    def log(self, type: str, message: str, *args: Any) -> None:
-        pass
-
-
 @pytest.fixture(scope="session")
-def _s3_process() -> Iterator[tuple[_Counted, str]]:
-    application = _Counted(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=_Quiet)
+def s3_process() -> Iterator[tuple[_Counted, str, Any]]:
+    """The server's application, its address and a client, for the whole session."""
+    s3fs = pytest.importorskip("s3fs", reason="object stores need the extra: pip install 'dagster-datamask[s3]'")
+    moto = pytest.importorskip("moto.moto_server.werkzeug_app", reason="the S3 server of tests needs moto[server]")
+    serving = pytest.importorskip("werkzeug.serving", reason="the S3 server of tests needs moto[server]")
+    quiet = type("Quiet", (serving.WSGIRequestHandler,), {"log": lambda *told: None})
+    application = _Counted(moto.DomainDispatcherApplication(moto.create_backend_app))
+    server = serving.make_server("127.0.0.1", 0, application, threaded=True, request_handler=quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    yield application, f"http://127.0.0.1:{server.server_port}"
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    client = s3fs.S3FileSystem(
+        key=KEY, secret=SECRET, endpoint_url=endpoint, skip_instance_cache=True, use_listings_cache=False
+    )
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield application, endpoint, client
+    s3fs.S3FileSystem.clear_instance_cache()
     server.shutdown()
     thread.join()
 
 
 @pytest.fixture
-def s3(_s3_process: tuple[_Counted, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def s3(s3_process: tuple[_Counted, str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """The server with an empty bucket; the environment's credentials and endpoint are its own."""
-    application, endpoint = _s3_process
+    application, endpoint, client = s3_process
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in {
@@ -120,14 +117,11 @@ def s3(_s3_process: tuple[_Counted, str], monkeypatch: pytest.MonkeyPatch) -> It
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
     application.server = None
-    server = S3Server(endpoint)
-    client = server.client()
+    server = S3Server(endpoint, client)
     if client.exists(_BUCKET):
         client.rm(_BUCKET, recursive=True)
     client.mkdir(_BUCKET)
     application.server = server
     yield server
     application.server = None
-    fsspec.get_filesystem_class("s3").clear_instance_cache()

@@ -290,7 +290,9 @@ class Source:
         if folder not in self._listings:
             self._forget(folder)
             try:
-                self._listings[folder] = self.fs.ls(folder, detail=True)
+                # a key that ends in two slashes is listed as a folder in itself
+                found = self.fs.ls(folder, detail=True)
+                self._listings[folder] = [entry for entry in found if entry["name"].rstrip("/") != folder]
             except (FileNotFoundError, NotADirectoryError):
                 raise
             # clients of stores have errors of their own, some of them no OSError
