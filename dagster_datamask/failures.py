@@ -8,6 +8,7 @@ import errno
 from collections.abc import Iterator
 
 from dagster_datamask.accelerator import AcceleratorUnavailable
+from dagster_datamask.compute.base import Poisoned, WorkerTraceback
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.shards.engine import AT_SHARD
 from dagster_datamask.shards.generations import NotPublished
@@ -15,7 +16,7 @@ from dagster_datamask.shards.schemas import BadShard, InconsistentFiles, ShardRe
 from dagster_datamask.shards.source import SourceUnreachable
 
 # errors of this project and of what it is given: their message is the whole story
-EXPECTED = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable)
+EXPECTED = (ValueError, NotPublished, InconsistentFiles, ModelUnavailable, AcceleratorUnavailable, Poisoned)
 
 # how a failed step says which of the two it is, in its metadata
 KIND, PERMANENT, TRANSIENT = "kind", "permanent", "transient"
@@ -82,7 +83,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         yield cause
-        cause = cause.__cause__
+        cause = _cause(cause)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What caused it, wherever it was raised: the traceback of a worker tells only where."""
+    return None if isinstance(error.__cause__, WorkerTraceback) else error.__cause__
 
 
 def _verdict(error: BaseException) -> bool | None:
@@ -101,7 +107,7 @@ def _verdict(error: BaseException) -> bool | None:
         return None
     if isinstance(error, OSError) and not isinstance(error, ValueError):
         # a number that says neither is of the disk or the network on a bad day
-        return None if error.__cause__ is not None and error.errno is None else error.errno not in _PERMANENT_ERRNO
+        return None if _cause(error) is not None and error.errno is None else error.errno not in _PERMANENT_ERRNO
     return False if isinstance(error, EXPECTED) else None
 
 

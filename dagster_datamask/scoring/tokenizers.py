@@ -31,6 +31,14 @@ def resolve_tokenizer(ref: str, setting: str = "source.tokenizer") -> ResolvedMo
     return resolve_model(ref, filename=None if here else _FILE, setting=setting)
 
 
+def load_same_tokenizer(ref: str, revision: str, setting: str = "source.tokenizer") -> Tokenizer:
+    """`load_tokenizer`'s on any machine. Raises ModelUnavailable where `ref` is another one there than `revision`."""
+    found = resolve_tokenizer(ref, setting).revision
+    if found != revision:
+        raise ModelUnavailable(f"{setting}: {ref} is {found} on this machine and {revision} where the run began")
+    return load_tokenizer(ref, setting)
+
+
 def load_tokenizer(ref: str, setting: str = "source.tokenizer") -> Tokenizer:
     """The tokenizer of `ref`, which takes texts of any length whole.
 

@@ -282,7 +282,8 @@ def contaminated_documents(run: Run, source: Source, snapshot: str) -> Outcome:
             counts = {"contaminated": len(at), "clean": len(free) - len(at), _DECIDED: decided}
             return table, len(rows), counts
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             read,
@@ -290,7 +291,6 @@ def contaminated_documents(run: Run, source: Source, snapshot: str) -> Outcome:
             CONTAMINATED,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
             origin=lambda shard: run.origin(stage, keys["evaluation_sets"], *reader.identity(shard)),
         )
         by_set: Counter[str] = Counter()

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -11,12 +10,13 @@ import pyarrow as pa
 from dagster_datamask.reporting.figures import cluster_sizes_figure
 from dagster_datamask.scoring.batching import ahead
 from dagster_datamask.scoring.encoders import Encoder, Prepared
+from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.selection.vectors import nearest
 from dagster_datamask.shards import schemas
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader
-from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.engine import Counts
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
 from dagster_datamask.stages.calibration import encoder_facts, read_centroids, selection_encoder
@@ -38,7 +38,7 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
     spec = selection_encoder(run.settings)
     everything = run.settings.embed.documents == "all"
 
-    encoder = cache(lambda: Encoder(spec, run.accelerator, run.settings.embed.batch_tokens))
+    encoder = _LazyEncoder(run, spec.identity)
 
     def prepared(shard: str) -> Iterator[tuple[pa.Array, Prepared, int]]:
         cursor = Cursor(pruned.path(shard), ["doc_id", "decision"], EMBEDDING_ROWS)
@@ -53,7 +53,8 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
 
     keys = {**fingerprints(inputs), "encoder": spec.identity, "precision": precision(run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             lambda shard: ahead(prepared(shard)),
@@ -61,7 +62,6 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
             lambda: schemas.embeddings(spec.dimension),
             ext=".arrow",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
             origin=lambda shard: run.origin(
                 stage,
                 keys["encoder"],
@@ -83,9 +83,29 @@ def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
             },
             expected_rows=raw.rows,
         )
-    # what this run's device did is told, but is no part of what is published
-    done = encoder().work() if encoder.cache_info().currsize else {}
+    # what this process's device did is told, but is no part of what is published
+    done = encoder.made.work() if encoder.made is not None else {}
     return replace(outcome, facts={**outcome.facts, **done})
+
+
+@dataclass
+class _LazyEncoder:
+    """The encoder, looked up and made where documents are embedded, once one is to be."""
+
+    run: Run
+    identity: str
+    made: Encoder | None = None
+
+    def __call__(self) -> Encoder:
+        if self.made is None:
+            spec = selection_encoder(self.run.settings)
+            if spec.identity != self.identity:
+                raise ModelUnavailable(
+                    f"models.encoder: {self.run.settings.models.encoder} is {spec.identity} on this machine and "
+                    f"{self.identity} where the run began"
+                )
+            self.made = Encoder(spec, self.run.accelerator, self.run.settings.embed.batch_tokens)
+        return self.made
 
 
 class _Embed:
@@ -130,7 +150,8 @@ def kmeans_clusters(run: Run, snapshot: str) -> Outcome:
         return _Assign(centroids)
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             embedded.shards,
             lambda shard: read_batches(embedded.path(shard), None, EMBEDDING_ROWS),
@@ -138,7 +159,6 @@ def kmeans_clusters(run: Run, snapshot: str) -> Outcome:
             schemas.CLUSTERS,
             ext=".parquet",
             total_rows=embedded.rows,
-            progress=run.progress(stage, snapshot),
         )
         sizes = np.zeros(fitted.facts["k"], dtype=np.int64)
         for shard in embedded.shards:

@@ -22,7 +22,7 @@ from dagster_datamask.scoring.quality import HIGH_QUANTILE, LOW_QUANTILE
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader
-from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.engine import Counts
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
@@ -237,12 +237,11 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
         )
     width = fitted.facts["width"]
     with run.generation(stage, snapshot, keys) as generation:
-        scratch = generation.work
-        pool = candidates_of(run, snapshot, inputs, source, scratch)
+        pool = candidates_of(run, snapshot, inputs, source, generation.work)
         reader, references = DocumentReader(source, inputs["raw_shards"]), reference_texts(run.settings)
 
         def read(shard: str) -> Iterator[tuple[pa.ChunkedArray, np.ndarray | list[str]]]:
-            for ids, texts in _texts(reader, pool, shard, scratch):
+            for ids, texts in _texts(reader, pool, shard, generation.work):
                 references.refuse(
                     f"the documents of {snapshot} that can be chosen", zip(ids.to_pylist(), texts, strict=True)
                 )
@@ -254,7 +253,8 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
         def kernel() -> "_Predict":
             return _Predict(InfluenceModel.load(fitted.file(""), run.accelerator))
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             pool.shards,
             read,
@@ -262,7 +262,6 @@ def stage_scores(run: Run, source: Source, snapshot: str, number: int) -> Outcom
             scored(width),
             ext=".arrow",
             total_rows=embedded.rows,
-            progress=run.progress(stage, snapshot),
         )
         total, lowest, highest = _range(generation, records)
         rows = sum(record.rows for record in records)
@@ -341,7 +340,8 @@ def influence_scores(run: Run, snapshot: str) -> Outcome:
         return pa.table(columns, schema=SCORES), len(table), {"scored": len(table)}
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             last.shards,
             lambda shard: read_batches(last.path(shard), ["doc_id", "influence"], SIDE_ROWS),
@@ -349,7 +349,6 @@ def influence_scores(run: Run, snapshot: str) -> Outcome:
             SCORES,
             ext=".parquet",
             total_rows=last.rows,
-            progress=run.progress(stage, snapshot),
         )
         facts = {"from": last.asset, **{name: value for name, value in last.facts.items() if name != "width"}}
         return finish(generation, records, ".parquet", facts=facts, expected_rows=last.rows)

@@ -17,7 +17,7 @@ from dagster_datamask.compute.base import TRIES, Poisoned
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_counts
+from dagster_datamask.scoring.tokenizers import load_same_tokenizer, resolve_tokenizer, token_counts
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
@@ -108,11 +108,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
             return found.of
 
         def kernel() -> _Identify:
-            if tokenizer and resolve_tokenizer(tokenizer).revision != inputs["tokenizer"]:
-                raise ModelUnavailable(
-                    f"source.tokenizer: {tokenizer} is another one where shards are read; put the same on every machine"
-                )
-            count = load_tokenizer(tokenizer) if tokenizer else None
+            count = load_same_tokenizer(tokenizer, inputs["tokenizer"]) if tokenizer else None
             return _Identify(run.settings.source.hash_below, count, counted)
 
         records = run.map_shards(

@@ -18,7 +18,7 @@ from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import resolve_tokenizer
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
-from dagster_datamask.shards.engine import BATCH_ROWS, Counts, map_shards
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts
 from dagster_datamask.shards.generations import Generation, Published, total_counts
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, joined
 from dagster_datamask.shards.source import Source
@@ -78,7 +78,8 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             cursor.end()
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             read,
@@ -86,7 +87,6 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
             MANIFEST,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
         )
         counts = Counter(total_counts(records))
         facts = {
@@ -409,7 +409,8 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
                 {"kept": len(kept), "left_out": len(decided) - len(kept)},
             )
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             read,
@@ -417,7 +418,6 @@ def fineweb_mask(run: Run, source: Source, snapshot: str) -> Outcome:
             schema,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
             group_rows=_TEXT_GROUP_ROWS,
         )
         written = sum(record.rows for record in records)

@@ -20,7 +20,7 @@ from dagster_datamask.reporting.scorers import correlation_figure
 from dagster_datamask.scoring.agreement import correlations, nearly_constant
 from dagster_datamask.scoring.quality import PARTS, Combination, Standard, combine
 from dagster_datamask.shards.cursor import Cursor, read_batches
-from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.engine import Counts
 from dagster_datamask.shards.generations import total_counts
 from dagster_datamask.shards.order import Cut, cut, descending, tie_hash
 from dagster_datamask.shards.schemas import PRUNED, SCORES
@@ -73,7 +73,8 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
             cursor.end()
 
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             read,
@@ -81,7 +82,6 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
         )
         histogram = np.zeros(QUALITY_BINS, dtype=np.int64)
         total = 0.0
@@ -162,7 +162,7 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
     raw, quality = inputs["raw_shards"], inputs["quality_scores"]
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
 
-        def read(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
+        def pairs(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
             scored = Cursor(quality.path(shard), None, SIDE_ROWS)
             cleaned = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in CLEANING if name in inputs}
             for table in read_batches(raw.path(shard), None, SIDE_ROWS):
@@ -172,23 +172,25 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
             for cursor in (scored, *cleaned.values()):
                 cursor.end()
 
-        def kernel() -> _Prune:
+        def lines() -> Callable[[str], Cut | float]:
             if frozen:
-                return _Prune(None, inputs["quality_calibration"].facts["prune_threshold"])
+                threshold: float = inputs["quality_calibration"].facts["prune_threshold"]
+                return lambda shard: threshold
             spill = generation.work / "keys.bin"
-            n = _spill_keys(spill, (pair for shard in raw.shards for pair in read(shard)))
-            keep = n - int(np.floor(prune.ratio * n + 0.5))
-            return _Prune(cut(lambda: _spilled(spill), keep), None)
+            n = _spill_keys(spill, (pair for shard in raw.shards for pair in pairs(shard)))
+            rank = cut(lambda: _spilled(spill), n - int(np.floor(prune.ratio * n + 0.5)))
+            return lambda shard: rank
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
-            read,
-            kernel,
+            lambda shard, line: ((*pair, line) for pair in pairs(shard)),
+            lambda: _prune,
             PRUNED,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
+            given=lines,
         )
         counts = Counter(total_counts(records))
         lowest = min(
@@ -244,42 +246,36 @@ CLEANING: dict[str, tuple[str, Callable[[Mapping[str, Any], str], str]]] = {
 }
 
 
-class _Prune:
-    """The kernel: what is decided already first, then the score."""
-
-    def __init__(self, rank: Cut | None, threshold: float | None) -> None:
-        self._rank = rank
-        self._threshold = threshold
-
-    def __call__(self, batch: tuple[pa.Table, pa.Table]) -> tuple[pa.Table, int, Counts]:
-        decided, quality = batch
-        values = quality["score"].to_numpy()
-        decisions, stages, reasons = (
-            np.array(decided[name].to_pylist(), dtype=object) for name in ("decision", "stage", "reason")
-        )
-        in_play = decided["decision"].is_null().to_numpy()
-        unscored = in_play & np.isnan(values)
-        decisions[unscored], stages[unscored] = "unscored", "quality_scores"
-        reasons[unscored] = np.array(quality["reason"].to_pylist(), dtype=object)[unscored]
-        scored = np.flatnonzero(in_play & ~unscored)
-        if self._rank is not None:
-            ties = tie_hash(decided["doc_id"].take(pa.array(scored)).to_pylist())
-            survives = self._rank.inside(descending(values[scored]), ties)
-        else:
-            survives = values[scored] >= self._threshold
-        decisions[scored[~survives]], stages[scored[~survives]] = "pruned", "pruned_documents"
-        reasons[scored[~survives]] = "quality below the cut"
-        table = pa.table(
-            {
-                "doc_id": decided["doc_id"],
-                "quality": pa.array(values, from_pandas=True),
-                "decision": decisions.tolist(),
-                "stage": stages.tolist(),
-                "reason": reasons.tolist(),
-            },
-            schema=PRUNED,
-        )
-        return table, len(table), Counter(decision or "survives" for decision in decisions)
+def _prune(batch: tuple[pa.Table, pa.Table, Cut | float]) -> tuple[pa.Table, int, Counts]:
+    """The kernel: what is decided already first, then the score, by its rank or a threshold."""
+    decided, quality, line = batch
+    values = quality["score"].to_numpy()
+    decisions, stages, reasons = (
+        np.array(decided[name].to_pylist(), dtype=object) for name in ("decision", "stage", "reason")
+    )
+    in_play = decided["decision"].is_null().to_numpy()
+    unscored = in_play & np.isnan(values)
+    decisions[unscored], stages[unscored] = "unscored", "quality_scores"
+    reasons[unscored] = np.array(quality["reason"].to_pylist(), dtype=object)[unscored]
+    scored = np.flatnonzero(in_play & ~unscored)
+    if isinstance(line, Cut):
+        ties = tie_hash(decided["doc_id"].take(pa.array(scored)).to_pylist())
+        survives = line.inside(descending(values[scored]), ties)
+    else:
+        survives = values[scored] >= line
+    decisions[scored[~survives]], stages[scored[~survives]] = "pruned", "pruned_documents"
+    reasons[scored[~survives]] = "quality below the cut"
+    table = pa.table(
+        {
+            "doc_id": decided["doc_id"],
+            "quality": pa.array(values, from_pandas=True),
+            "decision": decisions.tolist(),
+            "stage": stages.tolist(),
+            "reason": reasons.tolist(),
+        },
+        schema=PRUNED,
+    )
+    return table, len(table), Counter(decision or "survives" for decision in decisions)
 
 
 def _spill_keys(path: Path, pairs: Iterator[tuple[pa.Table, pa.Table]]) -> int:

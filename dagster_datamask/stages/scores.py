@@ -15,7 +15,7 @@ from dagster_datamask.scoring.parallel import FastTextProcesses
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader, Documents
-from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.engine import Counts
 from dagster_datamask.shards.schemas import SCORES
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
@@ -34,7 +34,7 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
     reader = DocumentReader(source, raw)
     keys = {"raw_shards": raw.fingerprint, "classifier": scorer_identity(classifier, run.accelerator)}
     with run.generation(stage, snapshot, keys) as generation, ExitStack() as opened:
-        # made for the first shard that is not done yet
+        # made for the first shard that is not done yet, by each worker for itself
         made: list[Scoring] = []
 
         def scoring() -> Scoring:
@@ -42,7 +42,8 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             made.append(Scoring(scorer))
             return made[0]
 
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             lambda shard: made[0].each(reader.batches(shard, ["text"])),
@@ -50,7 +51,6 @@ def scores(run: Run, source: Source, snapshot: str, part: str) -> Outcome:
             SCORES,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
             origin=lambda shard: run.origin(stage, keys["classifier"], *reader.identity(shard)),
         )
         scored, total = 0, 0.0

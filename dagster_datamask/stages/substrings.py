@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 
 from dagster_datamask.cleaning.substrings import Repeats, find_repeats, memory_needed, removed
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.scoring.tokenizers import load_tokenizer, resolve_tokenizer, token_offsets
+from dagster_datamask.scoring.tokenizers import load_same_tokenizer, resolve_tokenizer, token_offsets
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader
-from dagster_datamask.shards.engine import Counts, map_shards
+from dagster_datamask.shards.engine import Counts
 from dagster_datamask.shards.schemas import SUBSTRINGS
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
@@ -58,15 +58,15 @@ def exact_substrings(run: Run, source: Source, snapshot: str) -> Outcome:
     reader = DocumentReader(source, raw)
     keys = fingerprints(inputs) | {"tokenizer": resolve_tokenizer(ref).revision}
     with run.generation(stage, snapshot, keys) as generation:
-        records = map_shards(
+        records = run.map_shards(
+            stage,
             generation,
             raw.shards,
             lambda shard: _parts(reader, shard),
-            lambda: _Find(run),
+            lambda: _Find(run, keys["tokenizer"]),
             SUBSTRINGS,
             ext=".parquet",
             total_rows=raw.rows,
-            progress=run.progress(stage, snapshot),
             origin=lambda shard: run.origin(stage, keys["tokenizer"], *reader.identity(shard)),
         )
         facts: Counter[str] = Counter()
@@ -116,8 +116,8 @@ def _parts(reader: DocumentReader, shard: str) -> Iterator[Part]:
 
 
 class _Find:
-    def __init__(self, run: Run) -> None:
-        self._tokenizer = load_tokenizer(run.settings.source.tokenizer)
+    def __init__(self, run: Run, revision: str) -> None:
+        self._tokenizer = load_same_tokenizer(run.settings.source.tokenizer, revision)
         self._min_tokens = run.settings.baselines.gneissweb_tokens
         self._accelerator = run.accelerator
 
