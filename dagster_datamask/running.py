@@ -107,13 +107,45 @@ def free_dead_slots(instance: dg.DagsterInstance, report: Callable[[str], None])
         for run_id in {slot.run_id for slot in instance.event_log_storage.get_concurrency_info(pool).claimed_slots}:
             run = instance.get_run_by_id(run_id)
             if run is not None and not run.is_finished:
-                host, _, pid = run.tags.get(_PROCESS_TAG, "").rpartition(":")
-                if host != platform.node() or Path(f"/proc/{pid}").exists():
-                    report(f"pool {pool} is held by run {run_id}, which has not ended; waiting for its slot")
+                host, _, process = run.tags.get(_PROCESS_TAG, "").partition(":")
+                if host != platform.node() or _lives(process):
+                    remedy = f" (if {host}, where it runs, is gone, cancel it in the UI)"
+                    report(
+                        f"pool {pool} is held by run {run_id}, which has not ended; waiting for its slot"
+                        f"{'' if host in ('', platform.node()) else remedy}"
+                    )
                     continue
                 instance.report_run_failed(run, "its process is gone")
             instance.event_log_storage.free_concurrency_slots_for_run(run_id)
             report(f"freed the slot of pool {pool} that the dead run {run_id} held")
+
+
+def refuse_watched(instance: dg.DagsterInstance) -> None:
+    """Raise SettingsError where a daemon would take the runs of this process for lost.
+
+    A launcher of pods or containers looks for those of every run that has started, and finds none of ours.
+    """
+    launcher = instance.run_launcher
+    if launcher.supports_check_run_worker_health:
+        raise SettingsError(
+            f"the runs of this DAGSTER_HOME are started by {type(launcher).__name__}, whose daemon takes a run without "
+            "a pod or container for lost; launch it from the UI, or set DAGSTER_HOME to a folder of this command's own"
+        )
+
+
+def _started(pid: str) -> str:
+    """When a process of this machine started, in ticks since boot; "" where it is gone."""
+    try:
+        # the name before it, in brackets, may hold anything
+        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _lives(process: str) -> bool:
+    """Whether the process of a tag lives. A number alone does not tell: a restarted container gives the same ones."""
+    pid, _, started = process.partition(":")
+    return started in (_started(pid), "") and _started(pid) != ""
 
 
 def materialise(
@@ -253,11 +285,12 @@ def _execute(
     only: Sequence[str] | None = None,
 ) -> SnapshotRun:
     """Run a job, or `only` some of its assets."""
+    refuse_watched(instance)
     result = defs.resolve_job_def(job).execute_in_process(
         instance=instance,
         partition_key=snapshot,
         raise_on_error=False,
-        tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}"},
+        tags={_PROCESS_TAG: f"{platform.node()}:{os.getpid()}:{_started('self')}"},
         run_config={"loggers": {"console": {"config": {}}}},
         asset_selection=None if only is None else [asset_key(name) for name in only],
     )

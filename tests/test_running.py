@@ -219,16 +219,31 @@ class TestDeadSlots:
         assert run is not None
         assert run.is_failure
 
+    def test_of_a_run_whose_number_another_process_has(self, disk: dg.DagsterInstance) -> None:
+        """As in a container that was started again: every process has the number that it had before."""
+        run_id = self.started(disk, f"{platform.node()}:{os.getpid()}:1")
+        self.claim(disk, run_id)
+        running.free_dead_slots(disk, lambda text: None)
+        assert self.free(disk)
+
     @pytest.mark.parametrize(
-        "process", [f"{platform.node()}:{os.getpid()}", "another-machine:1", ""], ids=["ours", "another", "none"]
+        ("process", "remedy"),
+        [
+            (f"{platform.node()}:{os.getpid()}:{running._started('self')}", ""),
+            # as earlier versions wrote it
+            (f"{platform.node()}:{os.getpid()}", ""),
+            ("another-machine:1:1", " (if another-machine, where it runs, is gone, cancel it in the UI)"),
+            ("", ""),
+        ],
+        ids=["ours", "earlier", "another", "none"],
     )
-    def test_of_a_run_that_may_live_is_left_and_told(self, disk: dg.DagsterInstance, process: str) -> None:
+    def test_of_a_run_that_may_live_is_left_and_told(self, disk: dg.DagsterInstance, process: str, remedy: str) -> None:
         run_id = self.started(disk, process)
         self.claim(disk, run_id)
         told: list[str] = []
         running.free_dead_slots(disk, told.append)
         assert not self.free(disk)
-        assert told == [f"pool gpu is held by run {run_id}, which has not ended; waiting for its slot"]
+        assert told == [f"pool gpu is held by run {run_id}, which has not ended; waiting for its slot{remedy}"]
 
 
 def test_folders_left_out_are_told(project: Project, tmp_path: Path) -> None:

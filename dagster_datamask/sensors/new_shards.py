@@ -33,6 +33,9 @@ _QUIET_SECONDS = 45.0
 # but where shards land for days, what is fitted on a sample need not wait for the last
 _LONGEST_WAIT_SECONDS = 3600.0
 
+# of a run of fit_global, the one that succeeded before it and was of no use
+_AGAIN = "datamask/fitted_before"
+
 
 def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]) -> dg.SensorDefinition:
     """The sensor for these settings."""
@@ -79,7 +82,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
             why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
             if waiting and time.time() - cursor.oldest() < _LONGEST_WAIT_SECONDS:
                 return skip(f"fit_global goes first, once no shards land: {_named(waiting)} changed just now: {why}")
-            request = _fit_first(context, global_settings, why)
+            request = _fit_first(context, global_settings, why, storage.root)
             if isinstance(request, str):
                 return skip(request)
             return dg.SensorResult(run_requests=[request], cursor=cursor.text())
@@ -194,7 +197,7 @@ def _changed(
     return quiet, waiting
 
 
-def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str) -> dg.RunRequest | str:
+def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str, root: str) -> dg.RunRequest | str:
     """The run of fit_global, or why there is none yet."""
     under_way = fit_under_way(context.instance)
     if under_way:
@@ -204,10 +207,19 @@ def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str
     )
     if runs and runs[0].is_failure:
         return f"fit_global failed (run {runs[0].run_id}); mend its cause and run the job fit_global again: {why}"
+    if runs and _AGAIN in runs[0].tags:
+        # runs on other machines may write to a root that only looks like the one that is seen here
+        return (
+            f"fit_global succeeded twice (runs {runs[0].tags[_AGAIN]} and {runs[0].run_id}) and left nothing that is "
+            f"seen here under {root}: do the code server and the runs have one root and one datamask.toml? If the "
+            f"files were removed, run the job fit_global: {why}"
+        )
     context.log.info(f"fit_global goes first: {why}")
-    # a finished run of these settings that left something unfitted means that the files were removed since
-    key = f"fit_global:{settings_hash}" + (f":after:{runs[0].run_id[:8]}" if runs else "")
-    return dg.RunRequest(run_key=key, job_name=FIT_GLOBAL, tags={"datamask/settings": settings_hash})
+    key, tags = f"fit_global:{settings_hash}", {"datamask/settings": settings_hash}
+    if runs:
+        # a finished run of these settings that left something unfitted means that the files were removed since
+        key, tags[_AGAIN] = f"{key}:after:{runs[0].run_id[:8]}", runs[0].run_id
+    return dg.RunRequest(run_key=key, job_name=FIT_GLOBAL, tags=tags)
 
 
 def _named(snapshots: list[str]) -> str:

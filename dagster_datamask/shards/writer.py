@@ -5,6 +5,7 @@ Belongs here: how bytes reach a local disk safely. Where files lie and when they
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -22,7 +23,8 @@ ROW_GROUP_ROWS = 65_536
 def atomic(path: Path, verify: Callable[[Path], None] | None = None, scratch: Path | None = None) -> Iterator[Path]:
     """Yield a temp path beside `path`, or in `scratch` on the same disk; on success it is flushed, verified and renamed
     to `path`, else removed."""
-    temp = (scratch or path.parent) / f".{path.name}.{os.getpid()}.tmp"
+    # no process's number: that of a worker on another machine may be the same
+    temp = (scratch or path.parent) / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         yield temp
         with temp.open("rb") as file:

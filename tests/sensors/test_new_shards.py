@@ -272,6 +272,12 @@ class TestFitFirst:
         self.start(unfitted, dg.DagsterRunStatus.SUCCESS)
         assert self.request(unfitted).job_name == "fit_global"
 
+    def test_where_runs_write_elsewhere_no_third_fit_follows_the_second(self, unfitted: Daemon) -> None:
+        first, second = (self.start(unfitted, dg.DagsterRunStatus.SUCCESS) for _ in range(2))
+        reason = str(unfitted.tick())
+        assert f"(runs {first} and {second})" in reason and unfitted.settings.storage.root in reason
+        assert "do the code server and the runs have one root" in reason
+
     def test_no_second_fit_while_one_runs_whoever_started_it(self, unfitted: Daemon) -> None:
         definitions = build_definitions(unfitted.settings)
         by_hand = definitions.resolve_job_def("fit_global")

@@ -70,6 +70,14 @@ def test_batch_sizes_do_not_show_in_parquet_bytes(tmp_path: Path) -> None:
     assert len(digests) == 1
 
 
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    """As a worker that was thought lost and the one in its place, whose processes may have one number."""
+    with atomic(tmp_path / "x") as first, atomic(tmp_path / "x") as second:
+        first.write_text("equal")
+        second.write_text("equal")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x").read_text() == "equal"
+
+
 def test_the_old_file_stands_until_the_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     write_json(path, {"v": 1})
