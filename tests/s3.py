@@ -122,6 +122,9 @@ def s3(s3_process: tuple[_Counted, str, Any], monkeypatch: pytest.MonkeyPatch) -
     if client.exists(_BUCKET):
         client.rm(_BUCKET, recursive=True)
     client.mkdir(_BUCKET)
+    # clients live as long as the process, and remember what the bucket held
+    for other in type(client)._cache.values():
+        other.invalidate_cache()
     application.server = server
     yield server
     application.server = None
