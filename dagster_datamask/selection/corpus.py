@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import platform
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from dagster_datamask import keyed
-from dagster_datamask.compute.base import INLINE, Compute, Session, Told
+from dagster_datamask.compute.base import INLINE, ONE_CORE, Compute, Requests, Session, Told
 from dagster_datamask.selection.budgets import check_tokens
 from dagster_datamask.selection.certificates import Certificate, Evaluation, Terms, certify, evaluate
 from dagster_datamask.selection.certified import (
@@ -48,8 +49,11 @@ from dagster_datamask.selection.pool import checksum
 from dagster_datamask.selection.vectors import LONGEST, SHORTEST, Vectors, one_thread, prepare
 from dagster_datamask.shards.writer import atomic
 
-# documents below which sending work to other processes takes longer than doing it
-_SPREAD_ROWS = 200_000
+# entries of vectors that a search goes through in about the seconds that a process takes to start; a pass of blocks on
+# this process's threads uses all cores but for what holds Python's lock, about a third of it
+_SPREAD = 1 << 29
+# a file system of the network may show a new file late
+_SECONDS_TO_SEE = 5.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +200,7 @@ class Corpus:
         return _OnDisk(str(self._folder), tuple(named), self._linear)
 
     @contextmanager
-    def spread(self, compute: Compute) -> Iterator[Parts]:
+    def spread(self, compute: Compute, requests: Requests = ONE_CORE) -> Iterator[Parts]:
         """The same, worked on wherever `compute` has workers, as long as the context lasts.
 
         Raises ScratchUnseen, when the parts are first worked on, where a worker does not see the scratch folder.
@@ -204,7 +208,7 @@ class Corpus:
         parts, token = self.parts, f"{uuid.uuid4().hex}.token"
         (self._folder / token).touch()
         try:
-            with compute.session(_Worker(parts, token, platform.node())) as session:
+            with compute.session(_Worker(parts, token, platform.node()), requests=requests) as session:
                 yield _Spread(parts, session, compute.workers)
         finally:
             (self._folder / token).unlink()
@@ -287,18 +291,20 @@ def solve_corpus(
     options: CertifiedOptions = CertifiedOptions(),  # noqa: B008
     progress: Progress | None = None,
     compute: Compute = INLINE,
+    requests: Requests = ONE_CORE,
     log: Callable[[str], None] = lambda line: None,
 ) -> CorpusSelection:
     """Choose amounts[g] documents (tokens, where shards have costs) of each group and certify the choice, as
     `solve.solve` with solver "certified" does in memory.
 
     given: what is chosen already; the mask maximises the objective of the union. compute: where shards are worked on,
-    which leaves no trace in what is chosen: this process where that takes no longer, or where workers do not see the
-    scratch folder. Raises ValueError for an amount that the shards do not hold.
+    which leaves no trace in what is chosen, by workers that take `requests` each; it is this process where that takes
+    no longer (`pays`), or where a worker does not see the scratch folder, of which `log` is told.
+    Raises ValueError for an amount that the shards do not hold.
     """
     if pays(corpus, compute):
         try:
-            with corpus.spread(compute) as parts:
+            with corpus.spread(compute, requests) as parts:
                 return _solve(corpus, corpus.passes(amounts, given, parts), options, progress)
         except ScratchUnseen as unseen:
             log(f"the solver runs in this process: {unseen}")
@@ -306,8 +312,8 @@ def solve_corpus(
 
 
 def pays(corpus: Corpus, compute: Compute) -> bool:
-    """Whether other processes are worth sending parts to."""
-    return min(compute.workers, len(corpus.parts)) > 1 and corpus.n >= _SPREAD_ROWS
+    """Whether other processes do more than make up for their start."""
+    return min(compute.workers, len(corpus.parts)) > 1 and corpus.n * corpus.d >= _SPREAD
 
 
 @one_thread()
@@ -548,7 +554,10 @@ class _Worker:
     host: str
 
     def __call__(self) -> Callable[[_Task, Told], list[Any]]:
-        if not Path(self.parts.folder, self.token).exists():
+        until = time.monotonic() + _SECONDS_TO_SEE
+        while not (seen := Path(self.parts.folder, self.token).exists()) and time.monotonic() < until:
+            time.sleep(0.1)
+        if not seen:
             raise ScratchUnseen(
                 f"{platform.node()} does not have the scratch folder of {self.host}; with a root that both mount, all "
                 "machines have their part in it"

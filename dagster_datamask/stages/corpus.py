@@ -384,7 +384,15 @@ class _Round:
         corpus, plan = self._filled()
         given = _given(self._kept)
         told = told_every(self._run, f"{STATE}: {len(self._candidates)} snapshots")
-        solved = solve_corpus(corpus, plan.amounts, given=given, progress=told)
+        solved = solve_corpus(
+            corpus,
+            plan.amounts,
+            given=given,
+            progress=told,
+            compute=self._run.compute,
+            requests=self._run.requests(STAGES[STATE]),
+            log=self._run.log,
+        )
         held = np.zeros(len(plan.groups), np.int64)
         largest, entries = 1, {}
         for name, candidates in self._candidates.items():

@@ -165,7 +165,14 @@ def _as_one(
         corpus.add_shards(shards, pool, plan)
     if not summary.exists():
         told = corpus.told_every(run, f"datamask_masks {pool.snapshot}")
-        solved = solve_corpus(shards, plan.amounts, progress=told)
+        solved = solve_corpus(
+            shards,
+            plan.amounts,
+            progress=told,
+            compute=run.compute,
+            requests=run.requests(STAGES["datamask_masks"]),
+            log=run.log,
+        )
         held, largest = corpus.kept_of(shards, pool, plan)
         facts = {
             **corpus.worth_of(solved, "snapshot"),
