@@ -1,10 +1,11 @@
 """deploy/values.yaml: valid, of one mind with deploy/dagster.yaml, and run: on PostgreSQL, its pods as processes."""
 
+import logging
 import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dagster as dg
 import pytest
@@ -14,11 +15,14 @@ from dagster._core.code_pointer import ModuleCodePointer
 from dagster._core.instance.config import dagster_instance_config_schema
 from dagster._core.launcher import LaunchRunContext
 from dagster._core.origin import DEFAULT_DAGSTER_ENTRY_POINT, JobPythonOrigin, RepositoryPythonOrigin
+from dagster._core.workspace.context import BaseWorkspaceRequestContext
+from dagster._daemon.monitoring.run_monitoring import monitor_started_run
 
+from dagster_datamask import running
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources import pods
-from dagster_datamask.settings import Settings, load_settings
+from dagster_datamask.settings import Settings, SettingsError, load_settings
 from dagster_datamask.stages.base import STAGES
 from tests.conftest import SNAPSHOTS
 from tests.deploy.chart import HOME, Chart, Values
@@ -249,6 +253,26 @@ def test_a_run_is_a_pod_with_its_own_resources(
     assert password["valueFrom"]["secretKeyRef"] == {"name": "dagster-postgresql-secret", "key": "postgresql-password"}
     assert {"/etc/datamask", "/cache"} == {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {entry["name"]: entry.get("value") for entry in container["env"]}["DAGSTER_HOME"] == HOME
+
+
+def test_the_command_is_refused_where_its_runs_would_be_taken_for_lost(
+    chart: Chart, postgres: Postgres, tmp_path: Path, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DAGSTER_PG_PASSWORD", "")
+    folder = tmp_path / "home"
+    folder.mkdir()
+    deployment = Deployment(chart, postgres, folder, project.settings, runs=False)
+    job = build_definitions(project.settings).resolve_job_def("report")
+    with deployment.cluster.running(), dg.DagsterInstance.from_config(str(folder)) as instance:
+        with pytest.raises(SettingsError, match=r"started by K8sRunLauncher, .* set DAGSTER_HOME to a folder"):
+            running.report_all(project.settings, instance)
+        assert not instance.get_runs()
+        # what the daemon makes of a run that works, but in no pod
+        run_id = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED).run_id
+        (record,) = instance.get_run_records()
+        monitor_started_run(instance, cast(BaseWorkspaceRequestContext, None), record, logging.getLogger())
+        run = instance.get_run_by_id(run_id)
+        assert run is not None and run.is_failure
 
 
 @pytest.mark.e2e
