@@ -40,7 +40,7 @@ WORTH = ("value", "certificate", "quality_raw", "quality", "diversity", "metrics
 _MASK = pa.schema([("doc_id", pa.string()), ("selected", pa.bool_()), ("score", pa.float64())])
 _ORDER = pa.schema([("score", pa.float64()), ("tie", pa.uint64()), ("row", pa.int64())])
 # what DuckDB may hold while it sorts a snapshot's scores
-_SORT_MEMORY = "512MB"
+_SORT_MEMORY = "128MB"
 _NAMED = 10
 _POINTS_IN_FIGURE = 200
 
