@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.settings import Settings, load_settings
-from dagster_datamask.shards.generations import Store
+from dagster_datamask.shards.remote import open_store
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import (
     baselines,
@@ -134,7 +134,7 @@ class Project:
         self.settings = settings
         self.log: list[str] = [] if log is None else log
         self.source = Source(settings.source.url)
-        self.store = Store(Path(settings.storage.root))
+        self.store = open_store(settings.storage.root, settings.storage.cache)
 
     def run(self) -> Run:
         return Run(self.store, self.settings, self.settings, Accelerator(), self.log.append)

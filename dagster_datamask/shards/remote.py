@@ -164,8 +164,10 @@ class Remote:
 
     def read(self, name: str) -> bytes | None:
         """The bytes of an object, None where there is none."""
+        # what is read here is small: S3's client would ask for its size first
+        whole = {"max_concurrency": 1} if _is_s3(self.fs) else {}
         try:
-            return bytes(self.fs.cat_file(self.at(name)))
+            return bytes(self.fs.cat_file(self.at(name), **whole))
         except FileNotFoundError:
             return None
 
@@ -425,12 +427,13 @@ class Lease:
         told = False
         seen, since = b"", time.monotonic()
         while True:
+            # before it is read and after: were this process stopped in between, no stop of the holder's is seen in it
+            before = time.monotonic()
             number = self._highest()
             held = self._remote.read(f"{self._folder}/{number}") if number else None
-            now = time.monotonic()
             if held != seen:
-                seen, since = held or b"", now
-            if self._is_free(held, now - since) and self._take(number + 1):
+                seen, since = held or b"", time.monotonic()
+            if self._is_free(held, before - since) and self._take(number + 1):
                 break
             if not told:
                 place = f"{self._remote.url}/{self._folder.removesuffix('/' + _LEASES)}"
@@ -563,8 +566,7 @@ class RemotePublished(Published):
 
     def _record_apart(self, name: str) -> ShardRecord | None:
         """The record of a file that the listing does not tell of, as when its generation is being mended."""
-        told = self.remote.told_if_whole(f"{self.name}/{name}{DONE}")
-        return None if told is None else record_of(told)
+        return _whole(self.remote.told_if_whole(f"{self.name}/{name}{DONE}"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "folder"}
@@ -585,9 +587,10 @@ class _Listing:
     @classmethod
     def read(cls, remote: Remote, folder: str) -> "_Listing":
         told = remote.told_if_whole(f"{folder}/{LISTING}") or {"files": {}, "records": {}}
+        records = {name: _whole(record) for name, record in told["records"].items()}
         return cls(
             {name: (int(size), str(sha256)) for name, (size, sha256) in told["files"].items()},
-            {name: record_of(record) for name, record in told["records"].items()},
+            {name: record for name, record in records.items() if record is not None},
         )
 
     @cached_property
@@ -599,6 +602,13 @@ class _Listing:
         return json_bytes(
             {"files": self.files, "records": {name: asdict(record) for name, record in self.records.items()}}
         )
+
+
+def _whole(told: Mapping[str, Any] | None) -> ShardRecord | None:
+    """The record that is told, where all of it is."""
+    with suppress(TypeError):
+        return None if told is None else record_of(told)
+    return None
 
 
 def _name_of(asset: str, snapshot: str | None, fingerprint: str = "") -> str:
@@ -810,8 +820,7 @@ class RemoteGeneration(Generation):
             name for name in self._sizes if name.endswith(DONE) and name.removesuffix(DONE) not in self._listing.records
         ]
         for told in self.remote.many(f"{self.name}/{name}" for name in apart).values():
-            if told is not None:
-                record = record_of(told)
+            if (record := _whole(told)) is not None:
                 self._listing.records[record.file] = record
         # stages look for these in the folder; what has a record is asked for by it
         for name, (size, sha256) in list(self._listing.files.items()):
@@ -834,10 +843,9 @@ class RemoteGeneration(Generation):
         name = f"{shard}{ext}"
         record = self._known(name)
         if record is None:
-            told = self.remote.told_if_whole(f"{self.name}/{name}{DONE}")
-            if told is None:
+            record = _whole(self.remote.told_if_whole(f"{self.name}/{name}{DONE}"))
+            if record is None:
                 return self.folder / name
-            record = record_of(told)
             self._stock.records[name] = record
         return self.remote.fetch(self.name, name, record.bytes, record.sha256)
 
@@ -878,8 +886,10 @@ class RemoteGeneration(Generation):
         return record
 
     def _send(self, record: ShardRecord) -> None:
-        """Upload a file, then its record, if the lease is still held."""
+        """Upload a file, then its record, if the lease is still held: asked before either, as a run that was stopped
+        for long must not overwrite what another has made meanwhile."""
         name = record.file
+        self._check()
         verified(self.folder, name, record.bytes, record.sha256)
         self._withdraw(name)
         self.remote.upload(self.folder / name, f"{self.name}/{name}", record.bytes, record.sha256)
@@ -896,7 +906,6 @@ class RemoteGeneration(Generation):
     def _withdraw(self, name: str) -> None:
         """The listing says nothing any more of a file that is about to change."""
         if self._listing is not None and self._listing.records.pop(name, None) is not None:
-            self._check()
             self._write_listing()
 
     def _check(self) -> None:
@@ -953,8 +962,8 @@ class RemoteGeneration(Generation):
             records = _Listing.read(self.remote, folder).records
             if not records:
                 apart = [f"{folder}/{name}" for name in self.remote.names(folder) if name.endswith(DONE)]
-                told = [one for one in self.remote.many(apart).values() if one is not None]
-                records = {record.file: record for record in map(record_of, told)}
+                told = map(_whole, self.remote.many(apart).values())
+                records = {record.file: record for record in told if record is not None}
             for record in records.values():
                 if record.origin:
                     found.setdefault((record.file, record.origin), (folder, record))
@@ -966,6 +975,7 @@ class RemoteGeneration(Generation):
         folder, record = self._siblings.get((name, origin), ("", None))
         if record is None:
             return None
+        self._check()
         self._withdraw(name)
         try:
             size = self.remote.copy(f"{folder}/{name}", f"{self.name}/{name}")
