@@ -180,7 +180,8 @@ class Source:
         as_listed: what the listing told of it will do, where that holds a checksum; if not, the store is asked now.
         """
         key, _, value = shard.listed.partition("=")
-        if as_listed and key in _CHECKSUMS:
+        # what a commit holds stays as it is
+        if (as_listed or self.revision) and key in _CHECKSUMS:
             return digest(key, value, size=16).hex()
         info = self._info(shard.path)
         listed = _listed(info)
