@@ -1,14 +1,33 @@
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dagster_datamask.compute.base import INLINE, Compute, Requests
+from dagster_datamask.compute.local import Processes
+from dagster_datamask.selection import certified
+from dagster_datamask.selection import corpus as module
 from dagster_datamask.selection.budgets import Budget
 from dagster_datamask.selection.certified import CertifiedOptions
-from dagster_datamask.selection.corpus import Block, Corpus, ScoreTerm, certify_corpus, solve_corpus
+from dagster_datamask.selection.corpus import (
+    Block,
+    Corpus,
+    CorpusSelection,
+    ScoreTerm,
+    certify_corpus,
+    pays,
+    solve_corpus,
+)
 from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score
 from dagster_datamask.selection.solve import solve
 
@@ -253,6 +272,128 @@ def test_few_passes_on_anisotropic_vectors(tmp_path: Path) -> None:
     assert found.certificate.gap <= 1e-6
     assert len(found.history) <= 30
     assert all(len(entry["point"]) == 32 and len(entry["score"]) == 1 for entry in found.history)
+
+
+class Place:
+    """Workers that are this process, or another place's, with what a test does to the rounds that they are given."""
+
+    def __init__(self, place: Compute = INLINE, given: Callable[[int, Sequence[Any]], Sequence[Any]] | None = None):
+        self.place, self.given, self.rounds = place, given, 0
+        self.workers = 3
+        self.worker: Callable[[Any], Any] = lambda worker: worker
+
+    @contextmanager
+    def session(self, worker: Any, *, requests: Requests) -> Iterator["Place"]:
+        self.requests = requests
+        with self.place.session(self.worker(worker)) as self.own:
+            yield self
+
+    def each(self, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        self.rounds += 1
+        yield from self.own.each(items if self.given is None else self.given(self.rounds, items))
+
+
+def all_of(corpus: Corpus, found: CorpusSelection) -> list[Any]:
+    """All that a solve finds, to the last bit."""
+    return [
+        *(tuple(array.tobytes() for array in corpus.selected(name)) for name in sorted(corpus.names)),
+        found.certificate.as_dict(),
+        found.evaluation.value,
+        (found.passes, found.certifying),
+        found.trajectory,
+        found.history,
+    ]
+
+
+@pytest.mark.parametrize("kind", ["documents", "tokens and quotas", "enumerated"])
+def test_workers_leave_no_trace_even_where_each_part_is_worked_on_twice(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice is what a lost worker comes to that had done its work, and told nobody."""
+    n = 12 if kind == "enumerated" else 300
+    documents = Documents(n, 24, 0.3)
+    many = kind == "tokens and quotas"
+    shards = np.array_split(np.random.default_rng(1).permutation(n), 5)
+    corpus = documents.corpus(tmp_path, 0.1, shards, costs=many, groups=many)
+    available = Budget((0, 0, 0), documents.costs, documents.groups).available(n) if many else [n]
+    # few passes of the first kind, so that the search gets to all the others
+    monkeypatch.setattr(certified, "_FRANK_WOLFE", 3)
+    amounts, options = [a // 10 for a in available], CertifiedOptions(gap=1e-9, passes=6, moves=20)
+    expected = all_of(corpus, solve_corpus(corpus, amounts, options=options))
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    place = Place(given=lambda round_, items: [*reversed(items), *items])
+    found = solve_corpus(corpus, amounts, options=options, compute=place, requests=Requests(cpus=2.0))
+    assert all_of(corpus, found) == expected
+    notes = {entry["note"] for entry in found.trajectory}
+    assert notes >= {"documents": {"screened", "exchanged"}, "enumerated": {"enumerated"}}.get(kind, {"filled"})
+    assert place.rounds > 5 and place.requests.cpus == 2.0
+
+
+def test_processes_find_the_same_and_one_that_is_killed_costs_nothing_but_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = Documents(300, 24, 0.2)
+    corpus = documents.corpus(tmp_path, 0.05, np.array_split(np.arange(300), 4))
+    options = CertifiedOptions(passes=6, moves=20)
+    expected = all_of(corpus, solve_corpus(corpus, [30], options=options))
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    died, lost = tmp_path / "died", []
+
+    def deadly(round_: int, items: Sequence[Any]) -> Sequence[Any]:
+        run, mark = items[0].work, died / str(round_)
+
+        def work(part: Any, *given: Any) -> Any:
+            # the work is done, and all it wrote is there: but nobody is told
+            found = pickle.loads(run)(part, *given)
+            if not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        return [replace(items[0], work=cloudpickle.dumps(work)), *items[1:]] if round_ == 9 else items
+
+    died.mkdir()
+    with Processes(2, threads=1, log=lost.append) as processes:
+        found = solve_corpus(corpus, [30], options=options, compute=Place(processes, deadly))
+        assert all_of(corpus, found) == expected
+    assert len(lost) == 1 and "the solver's parts 0 to 0" in lost[0]
+    assert not list(tmp_path.glob("*.token"))
+
+
+def test_where_workers_do_not_see_the_scratch_the_solver_runs_here_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = Documents(60, 8, 0.3)
+    corpus = documents.corpus(tmp_path, 0.3, np.array_split(np.arange(60), 3))
+    expected = all_of(corpus, solve_corpus(corpus, [6]))
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    monkeypatch.setattr(module, "_SECONDS_TO_SEE", 0.0)
+    place, told = Place(), []
+    place.worker = lambda worker: replace(worker, token="of another folder", host="driver")
+    assert all_of(corpus, solve_corpus(corpus, [6], compute=place, log=told.append)) == expected
+    assert len(told) == 1 and "the solver runs in this process" in told[0] and "scratch folder of driver" in told[0]
+
+
+def test_other_processes_are_for_large_corpora_of_several_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = Documents(40, 8, 0.3)
+    several = documents.corpus(tmp_path / "several", 0.3, np.array_split(np.arange(40), 2))
+    one = documents.corpus(tmp_path / "one", 0.3, [np.arange(40), np.zeros(0, int)])
+    assert not pays(several, Place())
+    monkeypatch.setattr(module, "_SPREAD", 40 * 8)
+    assert pays(several, Place()) and not pays(one, Place()) and not pays(several, INLINE)
+    monkeypatch.setattr(module, "_SPREAD", 40 * 8 + 1)
+    assert not pays(several, Place())
+
+
+def test_an_error_of_a_worker_is_that_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    documents = Documents(60, 8, 0.3)
+    grouped = documents.corpus(tmp_path, 0.3, np.array_split(np.arange(60), 3), groups=True)
+    with pytest.raises(ValueError, match="is of group 2, and there are 2 quotas"):
+        solve_corpus(grouped, [1, 1], compute=Place())
+    assert not list(tmp_path.glob("*.token"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0, 1e-30])
