@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
@@ -127,15 +128,15 @@ def _block(place: Place, first: int, rows: int) -> pa.Table:
     blank = pa.array(rng.random(rows) < _BLANK)
     written = pc.if_else(blank, "", written)
     sizes = pc.binary_length(written).to_numpy(zero_copy_only=False)
-    rows_of_ids = first + np.arange(rows)
-    # an id that the row before has
-    rows_of_ids -= (rng.random(rows) < _REPEATED_ID) & (rows_of_ids > 0)
+    ids = [f"<urn:uuid:{UUID(bytes=rng.bytes(16))}>" for _ in range(rows)]
+    for k in np.flatnonzero(rng.random(rows) < _REPEATED_ID).tolist():
+        ids[k] = ids[k - 1]
     hosts = rng.zipf(1.3, rows) % 100_000
-    dump, shard = place.snapshot, place.shard
+    dump = place.snapshot
     return pa.table(
         {
             "text": written,
-            "id": pa.array([f"<urn:uuid:{dump}-{shard}-{row:012d}>" for row in rows_of_ids], pa.string()),
+            "id": pa.array(ids, pa.string()),
             "dump": pa.array([dump] * rows, pa.string()),
             "url": pa.array([f"https://site-{h}.example/{first + k}" for k, h in enumerate(hosts)], pa.string()),
             "date": pa.array(["2024-03-01T00:00:00Z"] * rows, pa.string()),
