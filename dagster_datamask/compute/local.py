@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Self
 
 import cloudpickle
@@ -203,7 +204,7 @@ class _Process:
             pass_fds=[theirs.fileno()],
             env=os.environ
             | thread_variables(threads)
-            | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            | {"PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
             stdin=subprocess.DEVNULL,
             # what a library prints is not the answer of a command
             stdout=2,
