@@ -66,10 +66,7 @@ def resolve(device: str = "auto", dtype: str = "auto", memory_limit_gb: float | 
                 f"accelerator {device!r} is not on this machine; there are: {', '.join(there)}. "
                 "Set compute.device to one of them, or to 'auto'."
             )
-    if dtype == "auto":
-        dtype = "bfloat16" if device != "cpu" else "float32"
-    if dtype not in DTYPES:
-        raise ValueError(f"compute.dtype {dtype!r} is none of: auto, {', '.join(DTYPES)}")
+    dtype = _precision(dtype, device)
     name = "CPU"
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
@@ -77,3 +74,29 @@ def resolve(device: str = "auto", dtype: str = "auto", memory_limit_gb: float | 
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, memory_limit_gb * 1e9 / total), device)
     return Accelerator(device, dtype, memory_limit_gb, name)
+
+
+def of_workers(
+    gpus: float | None, device: str = "auto", dtype: str = "auto", memory_limit_gb: float | None = None
+) -> Accelerator:
+    """The device of a cluster's workers, each of which has `gpus` (None: as `device` has it, `auto` being the CPU).
+
+    What is asked for alone decides: this process may have no such device, and a cluster that grows none yet, which must
+    not show in a fingerprint. Ray shows a worker what it was given, so that its device is the first.
+    """
+    if device == "cpu" and gpus:
+        raise ValueError(
+            f"compute.device is 'cpu', and compute.requests asks for gpus = {gpus:g}; set compute.device = 'auto', or "
+            "ask for none"
+        )
+    on_cuda = device not in ("auto", "cpu") if gpus is None else gpus > 0
+    first = "cuda:0" if on_cuda else "cpu"
+    return Accelerator(first, _precision(dtype, first), memory_limit_gb, "of the cluster" if on_cuda else "CPU")
+
+
+def _precision(dtype: str, device: str) -> str:
+    if dtype == "auto":
+        return "bfloat16" if device != "cpu" else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"compute.dtype {dtype!r} is none of: auto, {', '.join(DTYPES)}")
+    return dtype

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable, MemoryPlanError, resolve
+from dagster_datamask.accelerator import Accelerator, AcceleratorUnavailable, MemoryPlanError, of_workers, resolve
 
 CUDA = torch.cuda.is_available()
 
@@ -50,3 +50,36 @@ def test_a_plan_above_the_limit_is_refused_before_any_work() -> None:
     with pytest.raises(MemoryPlanError, match=r"a split of 10 documents needs about 1\.60 GB .* lower select\.split"):
         limited.plan("a split of 10 documents", 1_600_000_000, "lower select.split")
     Accelerator().plan("anything", 10**18, "no limit is set")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "found"),
+    [
+        (None, "auto", ("cpu", "float32")),
+        (0.0, "auto", ("cpu", "float32")),
+        (0.0, "cuda:3", ("cpu", "float32")),
+        (None, "cpu", ("cpu", "float32")),
+        (None, "cuda:3", ("cuda:0", "bfloat16")),
+        (0.5, "auto", ("cuda:0", "bfloat16")),
+        (2.0, "cuda:3", ("cuda:0", "bfloat16")),
+    ],
+)
+def test_the_device_of_workers_is_what_they_are_asked_to_have(
+    gpus: float | None, device: str, found: tuple[str, str]
+) -> None:
+    """Whatever this machine has: a worker's device is the first of those that it was given."""
+    of = of_workers(gpus, device)
+    assert (of.device, of.dtype) == found
+    assert of_workers(gpus, device, "float16", 4.0).describe() | {"device_name": ""} == {
+        "device": found[0],
+        "device_name": "",
+        "dtype": "float16",
+        "memory_limit_gb": 4.0,
+    }
+
+
+def test_workers_on_the_cpu_have_no_use_for_accelerators() -> None:
+    with pytest.raises(ValueError, match=r"^compute\.device is 'cpu', and compute\.requests asks for gpus = 0\.5; set"):
+        of_workers(0.5, "cpu")
+    with pytest.raises(ValueError, match=r"compute\.dtype 'int8' is none of"):
+        of_workers(None, "auto", "int8")

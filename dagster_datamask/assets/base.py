@@ -165,7 +165,7 @@ class StageAsset:
                     storage.store(),
                     used,
                     settings,
-                    accelerator.accelerator(),
+                    accelerator.of(stage, used),
                     context.log.info,
                     compute.compute(context.log.info, storage.root),
                 )

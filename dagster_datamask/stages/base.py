@@ -61,6 +61,8 @@ class Stage:
     about: str
     partitioned: bool = True
     on_accelerator: bool = False
+    # whether that is where its shards are worked on, be it another machine, rather than in the run's own process
+    device_in_workers: bool = False
     # of a Group-MATES stage, from 1; 0 for what belongs to none
     number: int = 0
     # from how many rows on processes of this machine save more than their start costs; None: it uses all cores itself
@@ -290,6 +292,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
             "group_mates",
             "Predicted influence of each document that can be chosen, the lower the better, and its influence vector.",
             on_accelerator=True,
+            device_in_workers=True,
             number=number,
             optional=(("near_duplicates", removes_near_duplicates),),
         ),
@@ -441,6 +444,7 @@ STAGES: dict[str, Stage] = {
             "quality",
             "Educational value, about 0..5, a float as the model gives it.",
             on_accelerator=True,
+            device_in_workers=True,
         ),
         Stage(
             "wiki_scores",
@@ -504,6 +508,7 @@ STAGES: dict[str, Stage] = {
             "embeddings",
             "Unit float16 vectors of the surviving documents, memory-mapped Arrow.",
             on_accelerator=True,
+            device_in_workers=True,
         ),
         Stage(
             "kmeans_clusters",
@@ -853,7 +858,7 @@ class Run:
         compute.threads, and an accelerator where the stage computes on one."""
         asked = self.settings.compute.requests.get(stage.name)
         cpus = float(max(1, self.settings.compute.threads))
-        gpus = 1.0 if stage.on_accelerator and self.accelerator.is_cuda else 0.0
+        gpus = 1.0 if stage.device_in_workers and self.accelerator.is_cuda else 0.0
         if asked is None:
             return Requests(cpus, gpus)
         return Requests(
