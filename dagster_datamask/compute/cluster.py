@@ -7,7 +7,6 @@ only we know which of its items may have ended it. Not here: machines, images an
 import logging
 import os
 import pickle
-import re
 import secrets
 import shutil
 import signal
@@ -48,6 +47,8 @@ _SECONDS_BETWEEN_COUNTS = 5.0
 _SECONDS_BETWEEN_LINES = 60.0
 # how long Ray may take to find out whether what no longer answers is dead
 _SECONDS_TO_KNOW = 60.0
+# a file system of the network may show a new file late
+_SECONDS_TO_SEE = 5.0
 # sockets lie below this folder, and a socket's path is short
 _LONGEST_FOLDER = 40
 _WORKERS_IN_A_LINE = 8
@@ -223,8 +224,8 @@ class _Worker:
     hello: Any
     name: str = ""
     node_id: str = ""
-    # {what will be its result: place of the item}, in the order of sending, which is that of working
-    under_way: dict[Any, int] = field(default_factory=dict)
+    # {what will be its result: (place of the item, the item)}, in the order of sending, which is that of working
+    under_way: dict[Any, tuple[int, Any]] = field(default_factory=dict)
     # the question how far it is, and when it was put
     asked: Any = None
     looked: float = 0.0
@@ -233,6 +234,35 @@ class _Worker:
     # set where it no longer answers: the question whether it lives, and until when
     probe: Any = None
     until: float = 0.0
+
+
+@dataclass
+class _Round:
+    """What is left of the items of one round, by their places, and what became of those that cannot be done."""
+
+    waiting: deque[int]
+    done: int = 0
+    # how often an item was lost, by whether it may have been its own doing
+    tries: Counter[tuple[int, bool]] = field(default_factory=Counter)
+    poisoned: dict[Any, str] = field(default_factory=dict)
+    failed: BaseException | None = None
+
+    def again(self, had: Sequence[tuple[int, Any]]) -> None:
+        self.waiting.extendleft(place for place, _ in reversed(had))
+
+    def lost(self, had: Sequence[tuple[int, Any]], why: str, own: bool) -> str:
+        """Put back what a lost worker had, of which the first was worked on; what is said of it."""
+        if not had:
+            return ""
+        (place, item), *rest = had
+        self.tries[place, own] += 1
+        self.again(rest)
+        if self.tries[place, own] == (TRIES if own else NODE_TRIES):
+            self.poisoned[item] = why
+            return f"; given up: {_named(had[:1])}" + (f"; tried again: {_named(rest)}" if rest else "")
+        # what may have ended a worker comes after what did not
+        self.waiting.append(place) if own else self.waiting.appendleft(place)
+        return f"; tried again: {_named(had)}"
 
 
 class _Pool:
@@ -273,83 +303,78 @@ class _Pool:
         # fewer than there is room for, after memory ran out
         self._fewer = 0
         self._most = 0
-        self._lost_in_a_row = 0
+        # since the last item that was done, and whether one ever was
+        self._lost_in_a_row, self._can_do = 0, False
         self._round = 0
         self._said = time.monotonic()
         self._greeted = False
 
     def each(self, items: Sequence[Any], told: Callable[[Any, int], None] | None = None) -> Iterator[tuple[Any, Any]]:
+        """One round, as Compute.each."""
         self._round += 1
-        waiting = deque(range(len(items)))
-        tries: Counter[tuple[int, bool]] = Counter()
-        poisoned: dict[Any, str] = {}
-        failed: BaseException | None = None
-        done = 0
-        while waiting or any(worker.under_way for worker in self._workers):
-            if failed is None:
-                self._grow(len(waiting))
-                self._hand_out(items, waiting)
-            if told is not None:
-                self._ask()
-            self._say(items, done)
-            for worker, ref, value in self._answer():
-                if isinstance(value, self._ray.exceptions.RayError):
-                    if not self._is_lost(worker, value):
-                        continue
-                    why, own = self._reason(worker, value)
-                    again = self._let_go(worker)
-                    self._lost_in_a_row += 1
-                    line = f"lost {worker.name or 'a worker that was starting'} ({why})"
-                    if failed is not None:
-                        again = []
-                    if again:
-                        first, *rest = again
-                        tries[first, own] += 1
-                        waiting.extendleft(reversed(rest))
-                        if tries[first, own] < (TRIES if own else NODE_TRIES):
-                            # what may have ended a worker comes after what did not
-                            waiting.append(first) if own else waiting.appendleft(first)
-                            line += f"; {_named(items, again)} tried again"
-                        else:
-                            poisoned[items[first]] = why
-                            line += f"; {_named(items, [first])} given up" + (
-                                f", {_named(items, rest)} tried again" if rest else ""
-                            )
-                    self._log(line)
-                    if self._lost_in_a_row > 10 + 3 * self._most:
-                        raise ClusterUnavailable(
-                            f"{self._lost_in_a_row} workers on Ray were lost one after another and no item was done "
-                            f"between; the last: {why}"
-                        )
-                elif ref == worker.asked:
-                    worker.asked = None
-                    before, (worker.at, worker.rows) = (worker.at, worker.rows), value
-                    if value != before and worker.at in worker.under_way.values() and told is not None:
-                        told(items[worker.at], worker.rows)
-                elif ref == worker.probe:
-                    # it lives, but what it was sent may be lost
-                    waiting.extendleft(reversed(self._let_go(worker)))
-                else:
-                    place = worker.under_way.pop(ref)
-                    self._lost_in_a_row = 0
-                    kind, result = pickle.loads(value)
-                    if kind == _DONE:
-                        done += 1
-                        yield items[place], result
-                    elif kind == _FAILED:
-                        error = unpacked(result)
-                        error.add_note(f"in {worker.name}")
-                        if failed is None:
-                            failed = error
-                            waiting.clear()
-                            for other in self._workers:
-                                other.actor.stop.remote(self._round)
-                        else:
-                            self._log(f"also in {worker.name}: {type(error).__name__}: {error}")
-        if failed is not None:
-            raise failed
-        if poisoned:
-            raise Poisoned(poisoned)
+        round_ = _Round(deque(range(len(items))))
+        try:
+            while round_.waiting or any(worker.under_way for worker in self._workers):
+                if round_.failed is None:
+                    self._grow(len(round_.waiting))
+                    self._hand_out(items, round_.waiting)
+                if told is not None:
+                    self._ask()
+                self._say(len(items), round_.done)
+                for worker, ref, value in self._answer():
+                    if isinstance(value, self._ray.exceptions.RayError):
+                        if self._is_lost(worker, value):
+                            self._lose(worker, value, round_)
+                    elif ref == worker.asked:
+                        worker.asked = None
+                        before, (worker.at, worker.rows) = (worker.at, worker.rows), value
+                        item = dict(worker.under_way.values()).get(worker.at)
+                        if value != before and item is not None and told is not None:
+                            told(item, worker.rows)
+                    elif ref == worker.probe:
+                        # it lives, but what it was sent may be lost
+                        round_.again(self._let_go(worker))
+                    else:
+                        _, item = worker.under_way.pop(ref)
+                        kind, result = pickle.loads(value)
+                        if kind == _DONE:
+                            self._lost_in_a_row, self._can_do = 0, True
+                            round_.done += 1
+                            yield item, result
+                        elif kind == _FAILED:
+                            self._fail(worker, unpacked(result), round_)
+        finally:
+            # what is at work when this ends is of no use to anyone
+            for worker in [worker for worker in self._workers if worker.under_way]:
+                self._let_go(worker)
+        if round_.failed is not None:
+            raise round_.failed
+        if round_.poisoned:
+            raise Poisoned(round_.poisoned)
+
+    def _fail(self, worker: _Worker, error: BaseException, round_: "_Round") -> None:
+        error.add_note(f"in {worker.name}")
+        if round_.failed is not None:
+            self._log(f"also in {worker.name}: {type(error).__name__}: {error}")
+            return
+        round_.failed = error
+        round_.waiting.clear()
+        for other in self._workers:
+            other.actor.stop.remote(self._round)
+
+    def _lose(self, worker: _Worker, error: Exception, round_: "_Round") -> None:
+        why, own = self._reason(worker, error)
+        had = self._let_go(worker)
+        what = round_.lost(had, why, own) if round_.failed is None else ""
+        self._log(f"lost {worker.name or 'a worker that was starting'} ({why}){what}")
+        self._lost_in_a_row += 1
+        # an item that ends workers is told by its tries, but not where all do, or where it is none of their doing
+        by_item = own and had and self._can_do
+        if not by_item and self._lost_in_a_row > 10 + 3 * self._most:
+            raise ClusterUnavailable(
+                f"{self._lost_in_a_row} workers on Ray were lost one after another, and no item was done between; "
+                f"the last: {why}"
+            )
 
     def close(self) -> None:
         """End all actors, those that wait for a place included."""
@@ -380,9 +405,11 @@ class _Pool:
             for worker in ready:
                 # a second item where others have enough: it must not wait behind the first while a worker is idle
                 if len(worker.under_way) == held and len(waiting) > (self._most if held else 0):
+                    # taken once: a sequence may make an item when it is asked for it
+                    item = items[waiting[0]]
                     place = waiting.popleft()
-                    ref = worker.actor.work.remote(self._round, place, cloudpickle.dumps(items[place]))
-                    worker.under_way[ref] = place
+                    ref = worker.actor.work.remote(self._round, place, cloudpickle.dumps(item))
+                    worker.under_way[ref] = place, item
 
     def _ask(self) -> None:
         now = time.monotonic()
@@ -472,17 +499,16 @@ class _Pool:
             return "it no longer answers", False
         if not isinstance(error, self._ray.exceptions.RayActorError):
             return text, False
-        code = re.search(r"exit code (\d+)", text)
-        return f"its process ended with exit code {code[1]}" if code else "its process was killed or crashed", True
+        return "its process was killed or crashed", True
 
-    def _let_go(self, worker: _Worker) -> list[int]:
-        """End an actor; the places of the items that it had, in order."""
+    def _let_go(self, worker: _Worker) -> list[tuple[int, Any]]:
+        """End an actor; the items that it had, with their places, in order."""
         self._workers.remove(worker)
         if self._ray.is_initialized():
             self._ray.kill(worker.actor)
         return list(worker.under_way.values())
 
-    def _say(self, items: Sequence[Any], done: int) -> None:
+    def _say(self, total: int, done: int) -> None:
         now = time.monotonic()
         if now - self._said < _SECONDS_BETWEEN_LINES:
             return
@@ -495,12 +521,12 @@ class _Pool:
             )
             return
         shown = [
-            f"{worker.name}: {_named(items, [next(iter(worker.under_way.values()))])}"
-            + (f" at {worker.rows:,} rows" if worker.at == next(iter(worker.under_way.values())) else "")
+            f"{worker.name}: {_named([first])}" + (f" at {worker.rows:,} rows" if worker.at == first[0] else "")
             for worker in at_work[:_WORKERS_IN_A_LINE]
+            for first in [next(iter(worker.under_way.values()))]
         ]
         more = f" and {len(at_work) - len(shown)} more" if len(at_work) > len(shown) else ""
-        self._log(f"{done:,} of {len(items):,} done on Ray; at work: {'; '.join(shown)}{more}")
+        self._log(f"{done:,} of {total:,} done on Ray; at work: {'; '.join(shown)}{more}")
 
 
 def _worker_class(ray: Any) -> Any:
@@ -527,8 +553,7 @@ def _worker_class(ray: Any) -> Any:
 
             import ray
 
-            # a file system of the network may show a new file late
-            until = time.monotonic() + 5
+            until = time.monotonic() + _SECONDS_TO_SEE
             while not (sees := token is None or Path(token).exists()) and time.monotonic() < until:
                 time.sleep(0.2)
             return {
@@ -590,7 +615,8 @@ def _worker_class(ray: Any) -> Any:
                         import torch
 
                         # of a device that is shared, as much memory as was asked for
-                        torch.cuda.set_per_process_memory_fraction(self._gpus)
+                        if torch.cuda.is_available():
+                            torch.cuda.set_per_process_memory_fraction(self._gpus)
                     self._work = pickle.loads(self._worker)()
                 return bytes(cloudpickle.dumps((_DONE, self._work(pickle.loads(item), self._told))))
             except BaseException as error:
@@ -657,5 +683,5 @@ def _memory_ran_out(text: str) -> bool:
     return "running low on memory" in text or "OUT_OF_MEMORY" in text
 
 
-def _named(items: Sequence[Any], places: Sequence[int]) -> str:
-    return ", ".join(name if len(name := str(items[place])) <= 60 else f"{name[:57]}…" for place in places)
+def _named(items: Sequence[tuple[int, Any]]) -> str:
+    return ", ".join(name if len(name := str(item)) <= 60 else f"{name[:57]}…" for _, item in items)
