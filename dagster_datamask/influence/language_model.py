@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from dagster_datamask import keyed
 from dagster_datamask.scoring.batching import positions
-from dagster_datamask.scoring.models import resolve_model
+from dagster_datamask.scoring.models import check_inert, resolve_model
 from dagster_datamask.shards.writer import fsync_folder, write_json
 
 if TYPE_CHECKING:
@@ -206,9 +206,15 @@ def load_checkpoint(ref: str | Path, setting: str = "checkpoint") -> Checkpoint:
             f"{folder}: no weights as model.safetensors; pickled ones are not read, so save the model anew with "
             "safe_serialization"
         )
+    check_inert(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: its weights cannot be loaded as a causal language model ({error})") from error

@@ -31,6 +31,7 @@ from dagster_datamask import keyed
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, CUDA_BATCH_TOKENS, Tokens, run, tokenise
 from dagster_datamask.scoring.encoders import EncoderSpec
+from dagster_datamask.scoring.models import check_inert
 from dagster_datamask.selection.objectives import BadInput, map_blocks, name_documents
 from dagster_datamask.selection.vectors import as_single
 
@@ -599,8 +600,13 @@ def _sentence_transformer(path: Path, accelerator: Accelerator) -> "SentenceTran
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    check_inert(path)
     model = SentenceTransformer(
-        str(path), device=accelerator.device, local_files_only=True, model_kwargs={"dtype": "float32"}
+        str(path),
+        device=accelerator.device,
+        local_files_only=True,
+        trust_remote_code=False,
+        model_kwargs={"dtype": "float32", "use_safetensors": True},
     )
     return model.eval()
 

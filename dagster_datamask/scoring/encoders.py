@@ -30,7 +30,7 @@ from dagster_datamask.scoring.batching import (
     run_finite,
     tokenise,
 )
-from dagster_datamask.scoring.models import ResolvedModel, resolve_model
+from dagster_datamask.scoring.models import ResolvedModel, check_inert, resolve_model
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, ZERO_VECTOR, screen
 
 if TYPE_CHECKING:
@@ -232,8 +232,15 @@ def _load(path: Path, device: str) -> "SentenceTransformer":
     # a bar for weights that load in a moment, on a stderr that belongs to the run's own progress
     logging.disable_progress_bar()
     _check_files(path)
+    check_inert(path)
     try:
-        model = SentenceTransformer(str(path), device=device, local_files_only=True, model_kwargs={"dtype": "float32"})
+        model = SentenceTransformer(
+            str(path),
+            device=device,
+            local_files_only=True,
+            trust_remote_code=False,
+            model_kwargs={"dtype": "float32", "use_safetensors": True},
+        )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"encoder {path}: its files cannot be loaded ({error}); fetch the model again") from error
     if model.transformers_model is None:

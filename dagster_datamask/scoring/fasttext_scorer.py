@@ -4,9 +4,7 @@ Here belong: loading, the label check, and which texts have no score. Not here: 
 choice of model or threshold.
 """
 
-import mmap
 import re
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import fasttext
 import numpy as np
 
 from dagster_datamask.scoring.base import ScoredBatch
+from dagster_datamask.scoring.fasttext_file import check_file
 from dagster_datamask.scoring.models import content_revision
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, normaliser_of, screen
 
@@ -46,7 +45,7 @@ class FastTextScorer:
         self._normalise = normaliser_of(normaliser, tokenizer)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such fastText model; expected a .bin or .ftz file")
-        _check_complete(self.path)
+        check_file(self.path)
         try:
             self._model = fasttext.load_model(str(self.path))
         except ValueError as error:
@@ -54,7 +53,7 @@ class FastTextScorer:
         self._args = self._model.f.getArgs()
         if self._args.model != fasttext.FastText.model_name.supervised:
             raise ValueError(f"{self.path}: an unsupervised fastText model has no labels; give a classifier")
-        self.labels: list[str] = list(self._model.get_labels())
+        self.labels: list[str] = list(self._model.get_labels(on_unicode_error="replace"))
         self._label_set = frozenset(self.labels)
         wanted = [positive_label, LABEL_PREFIX + positive_label]
         known = [label for label in wanted if label in self._label_set]
@@ -121,59 +120,3 @@ class FastTextScorer:
             "word_ngrams": self._args.wordNgrams,
             "quantised": self._model.is_quantized(),
         }
-
-
-def _check_complete(path: Path) -> None:
-    """ValueError unless the file is as long as its own header, dictionary and matrices say.
-
-    fastText reads on past the end of a file cut short: it then loops for ever, or loads matrices of which a part is
-    zero and answers with probabilities of 1.
-    """
-    size = path.stat().st_size
-    if size == 0:
-        raise ValueError(f"{path}: an empty file; fetch the model again")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as raw:
-        try:
-            end = _end_of_model(raw)
-        except (struct.error, EOFError):
-            end = size + 1
-    if end == 0:
-        raise ValueError(f"{path}: not a fastText model of version 11 or 12")
-    if end > size:
-        raise ValueError(f"{path}: cut short at {size} bytes; fetch the model again")
-
-
-def _end_of_model(raw: mmap.mmap) -> int:
-    """Where the model in fastText's binary format ends; 0 where the bytes are no such model."""
-    magic, version = struct.unpack_from("<ii", raw, 0)
-    if magic != 793712314 or version not in (11, 12):
-        return 0
-    # behind both: twelve int32 arguments and a double
-    at = 8 + 12 * 4 + 8
-    n_entries, _, _, _, n_pruned = struct.unpack_from("<iiiqq", raw, at)
-    at += 28
-    for _ in range(n_entries):
-        end = raw.find(b"\0", at)
-        if end < 0:
-            raise EOFError
-        # the entry's count and type follow its name
-        at = end + 1 + 9
-    at += 8 * max(n_pruned, 0)
-    (quantised,) = struct.unpack_from("<?", raw, at)
-    at = _end_of_matrix(raw, at + 1, quantised)
-    (quantised_output,) = struct.unpack_from("<?", raw, at)
-    return _end_of_matrix(raw, at + 1, quantised and quantised_output)
-
-
-def _end_of_matrix(raw: mmap.mmap, at: int, quantised: bool) -> int:
-    if not quantised:
-        rows, columns = struct.unpack_from("<qq", raw, at)
-        return at + 16 + 4 * rows * columns
-    norms, rows, _, code_bytes = struct.unpack_from("<?qqi", raw, at)
-    at = _end_of_quantiser(raw, at + 21 + code_bytes)
-    return _end_of_quantiser(raw, at + rows) if norms else at
-
-
-def _end_of_quantiser(raw: mmap.mmap, at: int) -> int:
-    (dimension,) = struct.unpack_from("<i", raw, at)
-    return at + 16 + 4 * 256 * dimension

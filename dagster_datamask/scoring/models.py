@@ -1,18 +1,20 @@
 """Where a model is: from a reference to a local path, an exact revision and a licence.
 
-Here belong: local files, models shipped inside packages, the Hugging Face hub and other URLs. Not here:
-loading a model or knowing its conventions (`encoders`, `fasttext_scorer`, `regression`).
+Here belong: local files, models shipped inside packages, the Hugging Face hub and other URLs, and that no directory is
+loaded which could run code. Not here: loading a model or knowing its conventions (`encoders`, `fasttext_scorer`,
+`regression`).
 """
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
@@ -25,7 +27,10 @@ _HUB_REF = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<filename>[^@]+))?(@(?P<r
 _COMMIT = re.compile("[0-9a-f]{40}")
 _LICENCE = re.compile(r"\A---\s*\n(?:(?!---).*\n)*?license:[ \t]*['\"]?([\w.+-]+)", re.MULTILINE)
 _PLAIN_SUFFIXES = (".json", ".txt", ".model")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_SAFETENSORS = ".safetensors"
+# what torch.load unpickles, and unpickling runs what the file says
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OWN_MODULES = "sentence_transformers."
 _OTHER_BACKENDS = ("onnx", "openvino")
 
 
@@ -73,6 +78,53 @@ def resolve_model(ref: str, *, filename: str | None = None, setting: str = "") -
             f"<org>/<name>[:filename][@revision]; correct {key} in datamask.toml"
         )
     return _from_hub(ref, match["repo"], match["filename"] or filename, match["revision"], key)
+
+
+def check_inert(folder: Path) -> None:
+    """Raise ValueError, naming the file, where loading a model's directory could run code that came with it.
+
+    That is: weights that are pickled and not there as safetensors, in the directory or that of a module; modules other
+    than sentence-transformers' own (modules.json); an architecture that only the directory's code knows (auto_map).
+    """
+    modules = _json(folder / "modules.json") or []
+    for module in modules if isinstance(modules, list) else []:
+        kind = str(module.get("type"))
+        if not kind.startswith(_OWN_MODULES):
+            raise ValueError(
+                f"{folder / 'modules.json'}: the module {kind!r} is code of the model's own, which is not run; take a "
+                "model of sentence-transformers' modules"
+            )
+    for place in sorted({folder, *(p.parent for p in folder.glob("*/config.json"))}):
+        pickled = sorted(p.name for p in place.iterdir() if _is_weights(p) and p.suffix in _PICKLED)
+        if pickled and not any(p.suffix == _SAFETENSORS for p in place.iterdir()):
+            raise ValueError(
+                f"{place / pickled[0]}: pickled weights, which can run code when they are loaded, and no safetensors "
+                "beside them; take a revision that has model.safetensors, or save the model anew where you trust it "
+                "(model.save_pretrained)"
+            )
+    config = _json(folder / "config.json") or {}
+    if isinstance(config, dict) and config.get("auto_map"):
+        # slow to import, and such models are few
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        if config.get("model_type") not in CONFIG_MAPPING_NAMES:
+            raise ValueError(
+                f"{folder / 'config.json'}: the architecture {config.get('model_type')!r} is code of the model's own "
+                "(auto_map), which is not run; take a model of an architecture that transformers has"
+            )
+
+
+def _is_weights(path: Path) -> bool:
+    # what a trainer leaves beside a model (training_args.bin, optimizer.pt) no loader reads
+    return path.is_file() and path.stem.startswith(("pytorch_model", "model", "adapter_model"))
+
+
+def _json(path: Path) -> Any:
+    """A JSON file's value; None where there is none, and the loader tells of one that is broken."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def content_revision(path: Path) -> str:
@@ -207,6 +259,7 @@ def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, k
                 )
             path = Path(hf_hub_download(repo, filename, revision=revision))
         else:
+            _refuse_pickled(ref, listed, key)
             path = Path(snapshot_download(repo, revision=revision, allow_patterns=_needed(listed)))
         # asked for by branch, so that the client records which commit it was and finds it without network
         return ResolvedModel(ref, path, _commit_of(path), licence)
@@ -222,14 +275,24 @@ def _from_hub(ref: str, repo: str, filename: str | None, revision: str | None, k
         return ResolvedModel(ref, cached, _commit_of(cached), licence_of(cached))
 
 
+def _refuse_pickled(ref: str, names: list[str], key: str) -> None:
+    pickled = [name for name in names if name.split("/")[0] not in _OTHER_BACKENDS and name.endswith(_PICKLED)]
+    if pickled and not any(name.endswith(_SAFETENSORS) for name in names):
+        raise ModelUnavailable(
+            f"model {ref!r}: its weights are pickled ({pickled[0]}) and not there as safetensors, and a pickle can run "
+            f"code; name a revision that has model.safetensors (@refs/pr/<n>), or a folder with the model saved anew, "
+            f"in {key} of datamask.toml"
+        )
+
+
 def _needed(names: list[str]) -> list[str]:
-    """Of a repository's files, those that loading with torch reads: no other backend's, and one form of the
-    weights."""
-    safe = any(name.endswith(".safetensors") for name in names)
-    keep: Callable[[str], bool] = lambda name: (  # noqa: E731
-        name == "README.md" or name.endswith(_PLAIN_SUFFIXES) or name.endswith(".safetensors" if safe else ".bin")
-    )
-    return [name for name in names if name.split("/")[0] not in _OTHER_BACKENDS and keep(name)]
+    """Of a repository's files, those that loading with torch reads: no other backend's, and nothing pickled."""
+    return [
+        name
+        for name in names
+        if name.split("/")[0] not in _OTHER_BACKENDS
+        and (name == "README.md" or name.endswith((*_PLAIN_SUFFIXES, _SAFETENSORS)))
+    ]
 
 
 def _cached(repo: str, filename: str | None, revision: str | None) -> Path | None:
@@ -250,7 +313,7 @@ def _cached(repo: str, filename: str | None, revision: str | None) -> Path | Non
         listed = [entry.path for entry in get_cached_repo_tree(repo, revision=_commit_of(folder))]
     except CachedRepoTreeNotFoundError:
         # a cache of an older client: what the repository holds is not known, but weights there must be
-        return folder if any(p.suffix in _WEIGHT_SUFFIXES for p in folder.rglob("*")) else None
+        return folder if any(p.suffix == _SAFETENSORS for p in folder.rglob("*")) else None
     return folder if all((folder / name).is_file() for name in _needed(listed)) else None
 
 

@@ -25,7 +25,7 @@ from dagster_datamask.scoring.batching import (
     tokenise,
 )
 from dagster_datamask.scoring.encoders import Encoder
-from dagster_datamask.scoring.models import content_revision, licence_of
+from dagster_datamask.scoring.models import check_inert, content_revision, licence_of
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, screen
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class TransformersRegressionScorer:
         self.path = Path(path)
         if not (self.path / "config.json").is_file():
             raise ValueError(f"{self.path}: not a transformers directory (no config.json in it)")
-        config = AutoConfig.from_pretrained(self.path, local_files_only=True)
+        check_inert(self.path)
+        config = AutoConfig.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         if config.num_labels != 1:
             raise ValueError(
                 f"{self.path}: a model with {config.num_labels} outputs is a classifier, not a regression; "
@@ -74,7 +75,7 @@ class TransformersRegressionScorer:
         self.max_length = max_length
         self.accelerator = accelerator
         self.batch_tokens = batch_tokens or (CUDA_BATCH_TOKENS if accelerator.is_cuda else CPU_BATCH_TOKENS)
-        self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        self._tokenizer = AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         self._special_tokens = self._tokenizer.num_special_tokens_to_add()
         self._model = self._load(accelerator.dtype)
         self._exact: PreTrainedModel | None = None
@@ -88,7 +89,12 @@ class TransformersRegressionScorer:
         logging.disable_progress_bar()
         try:
             model, loading = AutoModelForSequenceClassification.from_pretrained(
-                self.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
+                self.path,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
             )
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{self.path}: its weights cannot be loaded ({error}); fetch the model again") from error
@@ -260,7 +266,7 @@ class WindowedScorer:
     def __init__(self, scorer: Scorer, path: Path, max_length: int, prefix: str = "") -> None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self._scorer = scorer
         self._room = max_length - len(tokenizer(prefix)["input_ids"])
         # an instance of its own: its state is not to be changed under the scorer's
