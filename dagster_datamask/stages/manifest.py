@@ -31,7 +31,7 @@ from dagster_datamask.stages.cleaning import CONTAMINATION, DUPLICATES, evaluati
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.gneissweb import content_of_categories
 from dagster_datamask.stages.language_model import chosen_since, other_sources
-from dagster_datamask.stages.quality import QUALITY_BINS, integer_histogram
+from dagster_datamask.stages.quality import JOIN_ROWS, QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
 
@@ -58,15 +58,15 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
         return Outcome(None, 0, {}, checks=(same,))
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
-        whole = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in ("pruned_documents", *_SCORES)}
+        whole = {name: Cursor(inputs[name].path(shard), None, JOIN_ROWS) for name in ("pruned_documents", *_SCORES)}
         partial = {
-            "e5_embeddings": Cursor(inputs["e5_embeddings"].path(shard), ["doc_id", "reason"], SIDE_ROWS),
-            "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, SIDE_ROWS),
-            mask.asset: Cursor(mask.path(shard), None, SIDE_ROWS),
+            "e5_embeddings": Cursor(inputs["e5_embeddings"].path(shard), ["doc_id", "reason"], JOIN_ROWS),
+            "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, JOIN_ROWS),
+            mask.asset: Cursor(mask.path(shard), None, JOIN_ROWS),
         }
         if "near_duplicates" in inputs:
-            partial["near_duplicates"] = Cursor(inputs["near_duplicates"].path(shard), None, SIDE_ROWS)
-        for table in read_batches(raw.path(shard), None, SIDE_ROWS):
+            partial["near_duplicates"] = Cursor(inputs["near_duplicates"].path(shard), None, JOIN_ROWS)
+        for table in read_batches(raw.path(shard), None, JOIN_ROWS):
             ids = table["doc_id"].combine_chunks()
             yield {
                 "shard": shard,

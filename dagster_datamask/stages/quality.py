@@ -28,6 +28,8 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprin
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 QUALITY_BINS = 16
+# rows of several side files at once: what is decided of a row are Python objects, a kilobyte and more together
+JOIN_ROWS = 8192
 # the scored sample of quality_calibration
 SAMPLE_FILE = "sample.parquet"
 _SAMPLED = 10_000
@@ -65,8 +67,8 @@ def quality_scores(run: Run, snapshot: str) -> Outcome:
         return table, len(ids), {name: int(rows.sum()) for name, rows in counts.items()}
 
     def read(shard: str) -> Iterator[tuple[pa.Array, dict[str, pa.Table]]]:
-        cursors = {part: Cursor(inputs[f"{part}_scores"].path(shard), None, SIDE_ROWS) for part in PARTS}
-        for table in read_batches(raw.path(shard), ["doc_id"], SIDE_ROWS):
+        cursors = {part: Cursor(inputs[f"{part}_scores"].path(shard), None, JOIN_ROWS) for part in PARTS}
+        for table in read_batches(raw.path(shard), ["doc_id"], JOIN_ROWS):
             ids = table["doc_id"].combine_chunks()
             yield ids, {part: cursor.take_all(ids) for part, cursor in cursors.items()}
         for cursor in cursors.values():
@@ -163,9 +165,9 @@ def pruned_documents(run: Run, snapshot: str) -> Outcome:
     with run.generation(stage, snapshot, fingerprints(inputs)) as generation:
 
         def pairs(shard: str) -> Iterator[tuple[pa.Table, pa.Table]]:
-            scored = Cursor(quality.path(shard), None, SIDE_ROWS)
-            cleaned = {name: Cursor(inputs[name].path(shard), None, SIDE_ROWS) for name in CLEANING if name in inputs}
-            for table in read_batches(raw.path(shard), None, SIDE_ROWS):
+            scored = Cursor(quality.path(shard), None, JOIN_ROWS)
+            cleaned = {name: Cursor(inputs[name].path(shard), None, JOIN_ROWS) for name in CLEANING if name in inputs}
+            for table in read_batches(raw.path(shard), None, JOIN_ROWS):
                 ids = table["doc_id"].combine_chunks()
                 found = {name: cursor.take(ids) for name, cursor in cleaned.items()}
                 yield _decided(table, snapshot, found), scored.take_all(ids)

@@ -1,6 +1,7 @@
 """The manifest's decisions, what it refuses, and the export that others read."""
 
 import json
+import shutil
 from pathlib import Path
 
 import duckdb
@@ -10,6 +11,7 @@ import pytest
 
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, InconsistentFiles
+from dagster_datamask.stages import manifest, quality
 from dagster_datamask.stages.base import STAGES, Outcome
 from dagster_datamask.stages.manifest import SIDECAR
 from tests.conftest import SNAPSHOTS
@@ -34,6 +36,23 @@ def refused(project: Project) -> str:
     assert project.store.current("fineweb_mask_manifest", SNAPSHOT) == before
     (why,) = failed(outcome).values()
     return why["different"]
+
+
+def test_rows_that_are_joined_at_once_do_not_show_in_the_bytes(made: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("quality_scores", "pruned_documents", "fineweb_mask_manifest")
+
+    def files() -> dict[str, bytes]:
+        return {str(f): f.read_bytes() for name in names for f in (made.store.root / name).rglob("*.*") if f.is_file()}
+
+    before = files()
+    assert sum(name.endswith(".parquet") for name in before) >= len(names)
+    for module in (quality, manifest):
+        monkeypatch.setattr(module, "JOIN_ROWS", 3)
+    for name in names:
+        shutil.rmtree(made.store.root / name)
+    for name in names:
+        made.stage(name, SNAPSHOT)
+    assert files() == before
 
 
 def test_each_kind_of_row_has_its_decision_stage_and_reason(wild: Finished, finished: Finished) -> None:
