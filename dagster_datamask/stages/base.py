@@ -65,7 +65,8 @@ class Stage:
     device_in_workers: bool = False
     # of a Group-MATES stage, from 1; 0 for what belongs to none
     number: int = 0
-    # from how many rows on processes of this machine save more than their start costs; None: it uses all cores itself
+    # rows from which on processes of this machine save more than their start costs, half a second of a core to three
+    # each, most of it imports; None: never, as it uses all cores by itself or has little to do
     rows_worth_processes: int | None = None
     # what is read under some settings alone
     optional: tuple[tuple[str, Callable[[Settings], bool]], ...] = ()
@@ -411,6 +412,7 @@ STAGES: dict[str, Stage] = {
             (),
             "documents",
             "Every row of the snapshot under a unique doc_id; duplicates, blank texts and bad shards counted.",
+            rows_worth_processes=200_000,
         ),
         Stage(
             "text_duplicates",
@@ -427,6 +429,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards",),
             "cleaning",
             "Documents that share clean.ngram words in a row with an evaluation set, with the words and their place.",
+            rows_worth_processes=50_000,
         ),
         Stage(
             "dclm_scores",
@@ -479,6 +482,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
             "quality",
             "Quality 0..15: 5 times the two probabilities plus the Edu score clamped to 0..5, or their standings.",
+            rows_worth_processes=1_000_000,
             optional=(("quality_calibration", lambda settings: settings.score.combine != "sum"),),
         ),
         Stage(
@@ -488,6 +492,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
             "What cleaning found and the lowest share by quality marked; every row keeps its decision.",
+            rows_worth_processes=1_000_000,
             optional=(
                 ("text_duplicates", lambda settings: settings.clean.duplicates == "remove"),
                 ("contaminated_documents", lambda settings: bool(settings.clean.evaluation_sets)),
@@ -517,6 +522,7 @@ STAGES: dict[str, Stage] = {
             ("e5_embeddings", "kmeans_centroids"),
             "embeddings",
             "The nearest frozen centroid of each embedded document.",
+            rows_worth_processes=500_000,
         ),
         Stage(
             "near_duplicates",
@@ -666,6 +672,7 @@ STAGES: dict[str, Stage] = {
             ),
             "manifest",
             "One row per readable input row: what was decided, where and why; manifest.json says from what.",
+            rows_worth_processes=1_000_000,
             optional=(
                 *_MASK,
                 ("near_duplicates", _mask_without_near_duplicates),
@@ -680,6 +687,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "fineweb_mask_manifest"),
             "manifest",
             "The kept documents with all their columns and scores, as parquet.",
+            rows_worth_processes=200_000,
             optional=(("exact_substrings", _kept_by("baseline_gneissweb")),),
         ),
         Stage(

@@ -136,6 +136,7 @@ def _publish(run: Run, generation: Generation, work: Work, facts: dict[str, Any]
         kept = pa.compute.sum(table["selected"]).as_py() or 0
         return table, len(table), {"kept": kept, "not_selected": len(table) - kept}
 
+    # in this process: what was chosen lies in this machine's scratch, and is only to be put in order
     records = map_shards(
         generation,
         work.shards,

@@ -65,6 +65,7 @@ def text_duplicates(run: Run, source: Source, snapshot: str) -> Outcome:
                 yield shard, table, rows.set_column(0, "ordinal", pc.subtract(rows["ordinal"], first))
                 first += len(table)
 
+        # in this process: hashes and groups lie in this machine's scratch, and are only to be put in order
         records = map_shards(
             generation,
             raw.shards,

@@ -77,6 +77,7 @@ def stage_selection(run: Run, source: Source, snapshot: str, number: int) -> Out
         solved = choice.splits()
         gathered = shuffle.Gather([result for result, _ in solved])
         numbers = {shard: k for k, shard in enumerate(pool.shards)}
+        # in this process: what was chosen lies in this machine's scratch, and is only to be put in order
         records = map_shards(
             generation,
             pool.shards,

@@ -241,6 +241,7 @@ def _write_masks(
         kept = pa.compute.sum(table["selected"]).as_py() or 0
         return table.cast(MASKS), len(table), {"kept": kept, "not_selected": len(table) - kept}
 
+    # in this process: masks lie in this machine's scratch or memory, and are only to be put in order
     return map_shards(
         generation,
         shards,

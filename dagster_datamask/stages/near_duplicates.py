@@ -178,6 +178,7 @@ def near_duplicates(run: Run, source: Source, snapshot: str) -> Outcome:
             return table, len(table), {"kept": len(table) - gone, "near_duplicate": gone}
 
         documents = sum(len(table) for shard in pool.shards for table in pool.counted(shard))
+        # in this process: what was found lies in this machine's scratch, and is only to be put in order
         records = map_shards(
             generation,
             pool.shards,
