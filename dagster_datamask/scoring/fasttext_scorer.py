@@ -66,7 +66,10 @@ class FastTextScorer:
         self.positive_label = known[0]
 
     def score(self, texts: Sequence[str | None]) -> ScoredBatch:
-        """float64[n] probabilities in [0, 1]; reasons `null_text`, `no_tokens`, `non_finite`."""
+        """float64[n] probabilities in [0, 1]; reasons `null_text`, `no_tokens`, `non_finite`.
+
+        Raises ValueError, naming the file, where its weights are no numbers.
+        """
         clean, reasons, notes = screen(texts)
         lines: list[str] = []
         rows: list[int] = []
@@ -82,7 +85,11 @@ class FastTextScorer:
         scores = np.full(len(clean), np.nan)
         if lines:
             # every label is asked for: with three or more, 1 − p of another one is not this one's probability
-            labels, probabilities = self._model.predict(lines, k=-1)
+            try:
+                labels, probabilities = self._model.predict(lines, k=-1)
+            except RuntimeError as error:
+                # of a weight that is no number it says only that
+                raise ValueError(f"{self.path}: damaged weights ({error}); fetch the model again") from error
             for row, names, values in zip(rows, labels, probabilities, strict=True):
                 # a label that hierarchical softmax left out lies below its search floor of 1e-5
                 found = float(values[names.index(self.positive_label)]) if self.positive_label in names else 0.0
