@@ -41,6 +41,12 @@ _TRANSIENT_NAMES = frozenset(
 )
 # a person said so, by HF_HUB_OFFLINE
 _PERMANENT_NAMES = frozenset({"huggingface_hub.OfflineModeIsEnabled", "httpx.UnsupportedProtocol"})
+# how gcsfs begins what a store's 403 says
+_FORBIDDEN_WORD = "Forbidden: "
+# no key was found where a store's client looks for it
+_NO_KEY_NAMES = frozenset(
+    {"botocore.NoCredentialsError", "botocore.PartialCredentialsError", "google.DefaultCredentialsError"}
+)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _PERMANENT_ERRNO = _FULL | _FORBIDDEN | {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL}
@@ -56,14 +62,31 @@ def is_transient(error: BaseException) -> bool:
 
 def told(error: BaseException) -> str:
     """One line: what happened, and the remedy where the system knows only a number."""
-    line = " ".join(str(error).split()) or type(error).__name__
+    line = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+    if _names(error) & _NO_KEY_NAMES:
+        return f"{line}; put the store's keys into the environment of whatever runs this, and run it again"
     if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {line}"
+        return line
     if error.errno in _FULL:
-        return f"{type(error).__name__}: {line}; make room (`datamask gc` removes old results) and run it again"
-    if error.errno in _FORBIDDEN:
-        return f"{type(error).__name__}: {line}; grant the right to read and write there and run it again"
-    return f"{type(error).__name__}: {line}"
+        return f"{line}; make room (`datamask gc` removes old results) and run it again"
+    if error.errno in _FORBIDDEN or isinstance(error, PermissionError) or str(error).startswith(_FORBIDDEN_WORD):
+        return f"{line}; grant the right to read and write there and run it again"
+    if _code(error) == "NoSuchBucket":
+        return f"{line}; make the bucket, or name another in storage.root or source.url"
+    return line
+
+
+def _names(error: BaseException) -> set[str]:
+    return {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(error).__mro__}
+
+
+def _code(error: BaseException) -> str | None:
+    """What an S3 store calls its refusal."""
+    for cause in _chain(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code"))
+    return None
 
 
 def shard_of(error: BaseException) -> str | None:
@@ -95,7 +118,7 @@ def _verdict(error: BaseException) -> bool | None:
     """Transient, permanent, or None where this error alone does not tell and its cause may."""
     if isinstance(error, ShardReplaced):
         return True
-    names = {f"{cls.__module__.partition('.')[0]}.{cls.__name__}" for cls in type(error).__mro__}
+    names = _names(error)
     if names & _PERMANENT_NAMES:
         return False
     status = _status(error)
@@ -105,10 +128,17 @@ def _verdict(error: BaseException) -> bool | None:
         return True
     if isinstance(error, ModelUnavailable | SourceUnreachable):
         return None
+    if _cause(error) is None and _is_refusal(error):
+        return False
     if isinstance(error, OSError) and not isinstance(error, ValueError):
         # a number that says neither is of the disk or the network on a bad day
         return None if _cause(error) is not None and error.errno is None else error.errno not in _PERMANENT_ERRNO
     return False if isinstance(error, EXPECTED) else None
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether it says no, without a number: clients of object stores put their words in errors of the disk."""
+    return isinstance(error, PermissionError | FileNotFoundError) or str(error).startswith(_FORBIDDEN_WORD)
 
 
 def _status(error: BaseException) -> int | None:

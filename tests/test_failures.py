@@ -101,6 +101,11 @@ def test_the_network_and_the_disk_on_a_bad_day_pass(error: Exception) -> None:
         InconsistentFiles("ids"),
         KeyError("a defect"),
         ZeroDivisionError(),
+        # as clients of object stores have it, without a number
+        PermissionError("Access Denied"),
+        FileNotFoundError("bucket/x"),
+        OSError("Forbidden: https://store.example/b\nno right"),
+        foreign("botocore.exceptions", "NoCredentialsError"),
     ],
     ids=lambda error: type(error).__name__,
 )

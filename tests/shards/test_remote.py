@@ -10,16 +10,19 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 import pyarrow as pa
 import pytest
+import s3fs
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dagster_datamask.failures import is_transient
+from dagster_datamask.failures import is_transient, told
 from dagster_datamask.shards import remote
 from dagster_datamask.shards.engine import map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store
@@ -32,7 +35,7 @@ pytest_plugins = ("tests.s3",)
 
 SCHEMA = pa.schema([("doc_id", pa.string())])
 # no test has to wait for a holder that is gone but the one that is about it
-TIMES = Times(renew=0.05, patience=30.0, look=0.02)
+TIMES = Times(renew=10.0, patience=30.0, look=0.02)
 Faults = dict[str, Callable[..., Any]]
 
 
@@ -467,10 +470,10 @@ def test_a_run_of_the_same_machine_need_not_wait_for_a_dead_one(
 
 
 def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
-    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hours pass for the waiting run alone, and its clock on the wall goes back and forth: it still waits."""
-    held, other = machine(url), machine(url)
+    """Hours pass for the waiting run alone, again and again: it still waits."""
+    held, other = (open_store(url, str(tmp_path / name), Times(0.02, 30.0, 0.02)) for name in ("held", "other"))
     with held.generation("a", "S", code_version="1", settings={"v": 1}, inputs={}) as generation:
         reads, real = [0], remote.Remote.read
         leap = [0.0]
@@ -486,7 +489,7 @@ def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
                 reads[0] += 1
                 if reads[0] == 5:
                     released.set()
-                time.sleep(0.1)
+                time.sleep(0.3)
             return body
 
         monkeypatch.setattr(remote.Remote, "read", read)
@@ -668,3 +671,50 @@ def test_what_a_killed_gc_left_counts_for_nothing(faulty: type[Faulty], machine:
         assert generation.record("s", ".parquet") is None
     assert fingerprints(late.gc(1)) == {old.fingerprint}
     assert isinstance(generation, RemoteGeneration)
+
+
+# ---- what stores answer
+
+
+def test_what_a_store_refuses_is_told_with_its_remedy(s3: S3Server, tmp_path: Path) -> None:
+    answers = {
+        "s3://no-such-bucket/root": "; make the bucket, or name another in storage.root or source.url",
+        f"{s3.url}/root": "; grant the right to read and write there and run it again",
+    }
+    for url, remedy in answers.items():
+        s3.fault = lambda kind, path: None if "no-such" in path else 403
+        with pytest.raises(OSError) as caught, _begun(url, tmp_path):
+            pass
+        assert told(caught.value).endswith(remedy)
+        assert not is_transient(caught.value)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_store_that_is_ill_for_long_passes(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    _asks_once(monkeypatch)
+    s3.fault = lambda kind, path: status if kind == "PUT" else None
+    with pytest.raises(OSError) as caught, _begun(f"{s3.url}/root", tmp_path):
+        pass
+    assert is_transient(caught.value)
+
+
+def test_a_store_that_is_not_there_passes(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    _asks_once(monkeypatch)
+    with pytest.raises(Exception, match=r"127\.0\.0\.1:9") as caught, _begun(f"{s3.url}/root", tmp_path):
+        pass
+    assert is_transient(caught.value)
+
+
+def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not wait for a server that is ill, in this test alone."""
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    monkeypatch.setattr(remote, "_file_system", lru_cache(remote._file_system.__wrapped__))
+
+
+def _begun(url: str, cache: Path) -> AbstractContextManager[Any]:
+    return open_store(url, str(cache)).generation("a", "S", code_version="1", settings={}, inputs={})
