@@ -6,13 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
 
+from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import hash64
+from dagster_datamask.selection import corpus as solver
 from dagster_datamask.selection.objectives import Given, QualityDiversity
 from dagster_datamask.selection.solve import Selection, solve
 from dagster_datamask.settings import SettingsError
@@ -20,7 +24,7 @@ from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.stages.base import Outcome
-from dagster_datamask.stages.corpus import named, outdated_masks, ranked, unsolved
+from dagster_datamask.stages.corpus import STATE, named, outdated_masks, ranked, unsolved
 from tests.conftest import EMBEDDED, SNAPSHOTS
 from tests.project import Project, write_shard
 from tests.stages.conftest import copied, failed, rows_of, tree
@@ -106,6 +110,27 @@ def test_the_mask_is_that_of_the_solver_in_memory_bit_for_bit(corpus: Project, l
     assert facts["certificate"]["upper_bound"] == expected.certificate.upper_bound
     assert facts["certificate"]["feasible_set"]["scope"] == "corpus"
     assert not failed(outcome)
+
+
+def test_where_shards_are_worked_on_leaves_no_trace_in_what_is_published(
+    corpus: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, run = copied(Project(corpus.settings), tmp_path / "other"), Project.run
+    solved(corpus)
+    monkeypatch.setattr(solver, "_SPREAD", 0)
+    with Processes(2, threads=1) as processes:
+        sessions = []
+
+        def session(worker: Any, **more: Any) -> Any:
+            sessions.append(worker)
+            return Processes.session(processes, worker, **more)
+
+        monkeypatch.setattr(processes, "session", session)
+        monkeypatch.setattr(Project, "run", lambda self: replace(run(self), compute=processes))
+        solved(other)
+        assert len(sessions) == 1
+    own, theirs = (tree(project.store.folder(STATE, None)) for project in (corpus, other))
+    assert own == theirs and any(name.endswith("state.json") for name in own)
 
 
 def test_documents_of_one_name_in_two_snapshots_are_two(corpus: Project, tmp_path: Path) -> None:
