@@ -65,7 +65,7 @@ class Processes:
         requests: Requests = ONE_CORE,
         told: Callable[[Item, int], None] = lambda item, rows: None,
     ) -> Iterator[tuple[Item, Result]]:
-        """As Compute.each; `requests` are for a cluster."""
+        """As Compute.each; `requests` are for a cluster. Raises ChildProcessError where no process can be started."""
         with self._job(worker) as job:
             yield from self._round(job, items, told)
 
@@ -123,7 +123,9 @@ class Processes:
                         if at is None:
                             starts += 1
                             if starts == TRIES:
-                                raise RuntimeError(f"worker processes end before they begin ({why})") from None
+                                raise ChildProcessError(
+                                    f"{TRIES} worker processes ended before they began ({why})"
+                                ) from None
                             continue
                         tries[at] += 1
                         self.log(f"lost a worker process ({why}) at {item}, try {tries[at]} of {TRIES}")
@@ -133,7 +135,7 @@ class Processes:
                             poisoned[item] = why
                         continue
                     if process.at is None:
-                        process.starting = False
+                        process.starting, starts = False, 0
                     elif kind == _TOLD:
                         told(process.item, value)
                     elif kind == _FAILED:
@@ -269,7 +271,7 @@ def serve(handle: int, parent: int) -> None:
                 assert worker is not None
                 work = pickle.loads(worker)()
             result = cloudpickle.dumps(work(pickle.loads(message[0]), lambda rows: send(_TOLD, rows)))
-        except BaseException as error:
+        except Exception as error:
             send(_FAILED, packed(error))
         else:
             send(_DONE, result)
