@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dagster_datamask.accelerator import resolve
+from dagster_datamask.redaction import redact_logs, redacted
 from dagster_datamask.settings import Settings, SettingsError, load_settings, parse_objective
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def main() -> None:
     # a fork after torch has started threads is Hugging Face's to warn about, and there is none here
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=UserWarning, module="dagster")
+    redact_logs()
     app()
 
 
@@ -62,8 +64,8 @@ def _one_line_errors() -> Iterator[None]:
 
 def _in_one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+        return redacted(f"{error.filename}: {error.strerror}")
+    return redacted(str(error))
 
 
 def _settings(config: Path | None, overrides: list[str] | None, **given: str | None) -> Settings:

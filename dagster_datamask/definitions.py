@@ -9,6 +9,7 @@ from dagster_datamask.assets import baselines, cleaning, documents, exports, glo
 from dagster_datamask.assets.base import StageAsset
 from dagster_datamask.assets.checks import every_embedded_snapshot_solved
 from dagster_datamask.jobs import build_jobs
+from dagster_datamask.redaction import redact_logs
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.compute import ComputeResource
 from dagster_datamask.resources.console import console
@@ -86,4 +87,5 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
 
 
 wait_without_spinning()
+redact_logs()
 defs = build_definitions(load_settings())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from dagster_datamask.accelerator import AcceleratorUnavailable
 from dagster_datamask.compute.base import Poisoned, WorkerTraceback
+from dagster_datamask.redaction import redacted
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.shards.engine import AT_SHARD
 from dagster_datamask.shards.generations import NotPublished
@@ -61,8 +62,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """One line: what happened, and the remedy where the system knows only a number."""
-    line = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+    """One line without secrets: what happened, and the remedy where the system knows only a number."""
+    line = f"{type(error).__name__}: {redacted(' '.join(str(error).split())) or type(error).__name__}"
     if _names(error) & _NO_KEY_NAMES:
         return f"{line}; put the store's keys into the environment of whatever runs this, and run it again"
     if not isinstance(error, OSError):

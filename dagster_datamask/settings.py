@@ -8,7 +8,6 @@ import difflib
 import json
 import math
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -18,6 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dagster_datamask.keyed import digest
+from dagster_datamask.redaction import has_secret
 from dagster_datamask.selection.budgets import parse_budget, parse_tokens
 from dagster_datamask.selection.objectives import CONCAVE, METRICS, check_terms
 
@@ -722,20 +722,6 @@ def _known_or_error(data: Mapping[str, Any], where: str) -> None:
 def _unknown(where: str, what: str, word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)
     return f"{where}: unknown {what}; did you mean {near[0]!r}?"
-
-
-# names of a URL's parameters that are credentials, in the spelling of any store
-_SECRET_PARAMETERS = re.compile("secret|passw|token|credential|signature|^sig$|key$|^auth", re.IGNORECASE)
-
-
-def has_secret(text: str) -> bool:
-    """Whether a URL carries a password or a key: in front of its host, or as a parameter."""
-    _, sign, rest = text.partition("://")
-    if not sign:
-        return False
-    user, at, _host = rest.partition("/")[0].rpartition("@")
-    parameters = re.split("[?&;]", rest)[1:]
-    return bool(at and ":" in user) or any(_SECRET_PARAMETERS.search(p.partition("=")[0]) for p in parameters)
 
 
 def _no_secrets(data: Mapping[str, Any], where: str) -> None:

@@ -62,7 +62,7 @@ def test_pure_code_loads_no_dagster() -> None:
         ("influence", ("keyed", "accelerator", "scoring", "selection", "shards", "influence")),
         ("cleaning", ("keyed", "shards", "cleaning")),
         ("reporting", ("reporting",)),
-        ("shards", ("keyed", "shards")),
+        ("shards", ("keyed", "redaction", "shards")),
         (
             "stages",
             (

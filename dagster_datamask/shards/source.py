@@ -20,6 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from dagster_datamask.keyed import digest
+from dagster_datamask.redaction import has_secret
 from dagster_datamask.shards.ranges import RangedFile
 from dagster_datamask.shards.schemas import BadShard, check_source, plain
 
@@ -84,6 +85,11 @@ class Source:
             raise SourceError(
                 "no source is set: give --source, DATAMASK_SOURCE or [source] url in datamask.toml "
                 "(a folder or URL with data/<snapshot>/*.parquet)"
+            )
+        if has_secret(url):
+            raise SourceError(
+                "source: its URL has a password or key in it; put that into the environment, where the store's own "
+                "client looks for it (such as AWS_SECRET_ACCESS_KEY), and take it out of the URL"
             )
         self.url = url
         try:
@@ -170,9 +176,22 @@ class Source:
 
         Lists the snapshot anew.
         """
-        self._listings.pop(posixpath.join(self._base(), snapshot), None)
-        parts = [part for s in self.shards(snapshot) for part in (s.name, s.size, s.listed)]
+        parts = [part for s in self.listed_anew(snapshot) for part in (s.name, s.size, s.listed)]
         return digest(*parts, size=8).hex()
+
+    def listed_anew(self, snapshot: str) -> list[Shard]:
+        """As `shards`, from a listing that is made now."""
+        self._listings.pop(posixpath.join(self._base(), snapshot), None)
+        return self.shards(snapshot)
+
+    def written(self, shard: Shard) -> str:
+        """What the store tells now of when a shard was written; "" where its checksum says what it holds.
+
+        If that is the same before and after a read, no other version stood there in between and was taken back.
+        """
+        if shard.listed.partition("=")[0] in _CHECKSUMS:
+            return ""
+        return _listed(self._info(shard.path))
 
     def content(self, shard: Shard, *, as_listed: bool = False) -> str:
         """32 hex digits that identify what the shard holds, wherever it lies: its store's checksum, or its own hash.
