@@ -205,11 +205,12 @@ class Corpus:
 
         Raises ScratchUnseen, when the parts are first worked on, where a worker does not see the scratch folder.
         """
-        parts, token = self.parts, f"{uuid.uuid4().hex}.token"
+        # of a cluster, those that there is room for before ours take it
+        parts, workers, token = self.parts, compute.workers, f"{uuid.uuid4().hex}.token"
         (self._folder / token).touch()
         try:
             with compute.session(_Worker(parts, token, platform.node()), requests=requests) as session:
-                yield _Spread(parts, session, compute.workers)
+                yield _Spread(parts, session, workers)
         finally:
             (self._folder / token).unlink()
 

@@ -360,6 +360,35 @@ def test_processes_find_the_same_and_one_that_is_killed_costs_nothing_but_time(
     assert not list(tmp_path.glob("*.token"))
 
 
+@pytest.mark.slow
+def test_two_nodes_of_a_ray_cluster_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="the extra 'ray' is not installed")
+    from ray.cluster_utils import Cluster
+
+    from dagster_datamask.compute.cluster import RayCluster
+
+    documents = Documents(300, 24, 0.2)
+    corpus = documents.corpus(tmp_path, 0.05, np.array_split(np.arange(300), 5))
+    options = CertifiedOptions(passes=6, moves=20)
+    expected = all_of(corpus, solve_corpus(corpus, [30], options=options))
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+    cluster = Cluster(initialize_head=True, connect=False, head_node_args={"include_dashboard": False, **node})
+    try:
+        cluster.add_node(**node)
+        place, rounds = RayCluster(cluster.address, shared=tmp_path), []
+        try:
+            spread = Place(place, lambda round_, items: rounds.append(len(items)) or items)
+            assert place.workers == 2
+            assert all_of(corpus, solve_corpus(corpus, [30], options=options, compute=spread)) == expected
+            assert rounds and set(rounds) == {5}
+        finally:
+            place.close()
+    finally:
+        cluster.shutdown()
+
+
 def test_where_workers_do_not_see_the_scratch_the_solver_runs_here_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
