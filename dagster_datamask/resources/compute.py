@@ -26,7 +26,8 @@ class ComputeResource(dg.ConfigurableResource):
     ray_address: str = ""
 
     _place: Compute | None = PrivateAttr(default=None)
-    _log: Callable[[str], None] = PrivateAttr(default=lambda message: None)
+    # no function as default: pydantic would make a method of it, which hides what is set
+    _log: Callable[[str], None] | None = PrivateAttr(default=None)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> "ComputeResource":
@@ -62,7 +63,8 @@ class ComputeResource(dg.ConfigurableResource):
         count = self.processes or len(os.sched_getaffinity(0))
 
         def log(message: str) -> None:
-            self._log(message)
+            if self._log is not None:
+                self._log(message)
 
         if self.backend == "ray":
             from dagster_datamask.compute.cluster import RayCluster
