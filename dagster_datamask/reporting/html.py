@@ -24,6 +24,9 @@ class Card:
     beside: tuple[str, str] | None = None
 
 
+# should anything slip through: no script runs, nothing is loaded, no form is sent
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
+
 Section = tuple[str, str, bytes | Sequence[Card] | None]
 
 _STYLE = """
@@ -70,6 +73,7 @@ def self_contained_page(title: str, sections: Sequence[Section]) -> str:
     contents = f"<nav><ul>{''.join(links)}</ul></nav>\n" if len(sections) > 1 else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"<h1>{escape(title)}</h1>\n{contents}" + "\n".join(body) + "\n</body>\n</html>\n"

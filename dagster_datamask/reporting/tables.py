@@ -5,6 +5,7 @@ Here: formatting alone. Not here: what the numbers are, or how a figure is drawn
 
 import base64
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ _SUMMARY = (
     ("share", "share\nof gain", "share"),
     ("tokens_kept", "tokens\nkept", "large"),
 )
+# links, pictures, code, emphasis and HTML all begin with one of these; a cell ends at a pipe
+_MARKUP = re.compile(r"[\\|<>\[\]`*]")
 _SUMMED = ("readable", "unscored", "pruned", "kept", "budget", "tokens_kept")
 
 
@@ -51,7 +54,8 @@ def png_markdown(png: bytes, alt: str) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A GitHub-flavoured Markdown table; numbers are right-aligned, pipes and line breaks in text escaped.
+    """A GitHub-flavoured Markdown table; numbers are right-aligned, and text reads as it is: what Markdown or HTML would
+    take for markup is escaped, for names of columns and hosts are whatever the web wrote.
 
     A column is right-aligned where every value present is a number. Raises KeyError naming the row and the column where
     a row lacks one.
@@ -112,8 +116,13 @@ def diff_table(changes: Sequence[Mapping[str, Any]], title: str) -> Table:
     for heading in ("document", "A", "B", "why"):
         table.add_column(heading, overflow="fold")
     for row in changes:
-        table.add_row(*(Text(str(row[key] or "–")) for key in ("doc_id", "decision_a", "decision_b", "why")))
+        table.add_row(*(Text(_visible(row[key] or "–")) for key in ("doc_id", "decision_a", "decision_b", "why")))
     return table
+
+
+def _visible(value: Any) -> str:
+    """A text of the web for a terminal, which would obey some characters."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(value))
 
 
 def _told(value: float | None, form: str) -> str:
@@ -151,4 +160,4 @@ def _cell(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.6g}"
-    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\r\n", " ").replace("\n", " ")
+    return _MARKUP.sub(r"\\\g<0>", " ".join(str(value).splitlines()))

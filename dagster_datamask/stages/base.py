@@ -692,7 +692,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "snapshot_report",
-            "2",
+            "3",
             (),
             (
                 "raw_shards",
@@ -707,7 +707,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "selection_report",
-            "2",
+            "3",
             (),
             (),
             "reports",
@@ -716,7 +716,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "dataset_card",
-            "2",
+            "3",
             (
                 "export.formats",
                 "export.tokenizer",
