@@ -13,7 +13,7 @@ import pyarrow as pa
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.generations import Published
-from dagster_datamask.shards.schemas import RAW, InconsistentFiles
+from dagster_datamask.shards.schemas import RAW, InconsistentFiles, ShardReplaced
 from dagster_datamask.shards.source import REVISION, Shard, Source
 
 
@@ -44,6 +44,9 @@ class DocumentReader:
         return self._proved(name, as_listed=False)
 
     def _proved(self, name: str, *, as_listed: bool) -> Shard:
+        if name not in self._shards:
+            # the listing may be older than the shard
+            self._shards = {shard.name: shard for shard in self._source.listed_anew(self._raw.snapshot or "")}
         try:
             shard = self._shards[name]
             content = self._source.content(shard, as_listed=as_listed)
@@ -66,6 +69,7 @@ class DocumentReader:
     def batches(self, name: str, columns: Sequence[str] | None, rows: int = BATCH_ROWS) -> Iterator[Documents]:
         """Batches of at most `rows` documents of a shard; `columns` of the source, None for all it has."""
         shard = self._proved(name, as_listed=True)
+        written = self._source.written(shard)
         raw = _Forward(read_batches(self._raw.path(name), None, rows))
         first = 0
         for batch in self._source.batches(shard, columns, rows):
@@ -75,6 +79,8 @@ class DocumentReader:
             first += len(batch)
         # rewritten in place meanwhile, it may have given some old texts and some new ones
         self._proved(name, as_listed=False)
+        if self._source.written(shard) != written:
+            raise ShardReplaced(f"{shard.path} was written anew while it was read; materialise this asset again")
 
 
 class _Forward:

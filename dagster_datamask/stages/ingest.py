@@ -91,6 +91,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
     footers = {name: source.footer(shard) for name, shard in by_name.items()}
     # the export would fail on these columns after all the work is done
     joined((by_name[name].path, footer.schema) for name, footer in footers.items())
+    written = {name: source.written(shard) for name, shard in by_name.items()}
     contents = {name: source.content(shard, as_listed=True) for name, shard in by_name.items()}
     total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
@@ -123,7 +124,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
             total_rows=total,
             given=duplicates,
             source=lambda name: {
-                "content": _unchanged(source, by_name[name], contents[name]),
+                "content": _unchanged(source, by_name[name], contents[name], written[name]),
                 _RECOMPUTED: counted[name],
             },
         )
@@ -156,9 +157,9 @@ def _resolved(tokenizer: str, shard: str) -> ResolvedModel:
         ) from error
 
 
-def _unchanged(source: Source, shard: Shard, content: str) -> str:
-    """`content`, if the shard that was read since still holds it."""
-    if source.content(shard) != content:
+def _unchanged(source: Source, shard: Shard, content: str, written: str) -> str:
+    """`content`, if the shard that was read since still holds it and nothing else stood there meanwhile."""
+    if source.content(shard) != content or source.written(shard) != written:
         raise ShardReplaced(f"{shard.path} changed while it was read; materialise raw_shards again")
     return content
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.generations import Store
-from dagster_datamask.shards.schemas import RAW, InconsistentFiles
+from dagster_datamask.shards.schemas import RAW, InconsistentFiles, ShardReplaced
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file
 
@@ -80,3 +80,23 @@ def test_a_shard_rewritten_while_it_is_read_is_noticed_at_its_end(tmp_path: Path
     assert next(batches).ids.to_pylist() == ["d2", "d3"]
     with pytest.raises(InconsistentFiles, match=r"a\.parquet was rewritten since raw_shards read it"):
         next(batches)
+
+
+def test_a_shard_that_a_listing_lacked_is_looked_for_again(tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, [True])
+    reader._shards.clear()
+    assert reader.shard("a").name == "a"
+
+
+def test_another_version_that_came_and_went_while_it_was_read_is_no_shard_s_text(tmp_path: Path) -> None:
+    """The content is proved before and after; in between anything may have been read, which the file's time tells."""
+    reader = reader_of(tmp_path, [True] * 8)
+    path = tmp_path / "source" / "S" / "a.parquet"
+    own = path.read_bytes()
+    batches = reader.batches("a", ["text"], 4)
+    next(batches)
+    path.write_bytes(bytes(len(own)))
+    path.write_bytes(own)
+    with pytest.raises(ShardReplaced, match=r"a\.parquet was written anew while it was read"):
+        list(batches)
+    assert len(list(reader.batches("a", ["text"], 4))) == 2
