@@ -14,16 +14,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from rich.console import Console
 
-from tests.chaos import campaign, faults
+from tests.chaos import campaign, faults, kills
 from tests.chaos.world import World
+
+KINDS = {**faults.KINDS, **kills.KINDS}
 
 
 def schedule(kinds: list[str] | None = None) -> Iterator[tuple[int, str, campaign.Kind]]:
     """Every injection of the campaign: seeds count through the kinds in turn, so that a part of it is of all kinds."""
-    most = max(count for count, _ in faults.KINDS.values())
+    most = max(count for count, _ in KINDS.values())
     seed = 0
     for turn in range(most):
-        for name, (count, act) in faults.KINDS.items():
+        for name, (count, act) in KINDS.items():
             if turn < count:
                 if kinds is None or name in kinds:
                     yield seed, name, act
@@ -37,15 +39,16 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path(".chaos/log.jsonl"))
     parser.add_argument("--keep", action="store_true", help="keep the folder of the roots")
     asked = parser.parse_args()
-    if unknown := set(asked.kind or ()) - faults.KINDS.keys():
-        parser.error(f"--kind {unknown.pop()!r} is none of: {', '.join(faults.KINDS)}")
+    if unknown := set(asked.kind or ()) - KINDS.keys():
+        parser.error(f"--kind {unknown.pop()!r} is none of: {', '.join(KINDS)}")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
     folder = Path(tempfile.mkdtemp(prefix="datamask_chaos_"))
     console.print(f"one undisturbed run, in {folder} ...")
     world = World.made(folder)
     chosen = [injection for injection in schedule(asked.kind) if asked.seed is None or injection[0] in asked.seed]
-    entries = campaign.run(world, chosen, asked.log, console)
+    with world.victims:
+        entries = campaign.run(world, chosen, asked.log, console)
     console.print(campaign.summary(entries))
     wrong = campaign.wrong(entries)
     for entry in wrong:

@@ -23,12 +23,14 @@ import polars as pl
 from dagster_datamask import jobs, running
 from dagster_datamask.assets import base
 from dagster_datamask.failures import KIND, is_transient, told
-from dagster_datamask.settings import Settings
+from dagster_datamask.reporting import figures
+from dagster_datamask.settings import Settings, known_keys
 from dagster_datamask.shards import source
 from dagster_datamask.shards.generations import POINTER
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import base as base_stages
 from tests.chaos.filesystem import PROTOCOL, weather
+from tests.chaos.victims import Victims
 from tests.project import settings_for, text_of, write_labels, write_shard
 
 SNAPSHOT = "CC-MAIN-2024-10"
@@ -68,6 +70,9 @@ class World:
     expected: dict[str, str] = field(default_factory=dict)
     # what the store is asked in such a run, by operation, and by operation and place
     asked: Counter[str] = field(default_factory=Counter)
+    # (file events, seconds) of an undisturbed run of the command, once measured
+    events: tuple[int, float] | None = None
+    victims: Victims = field(default_factory=Victims)
 
     @property
     def source(self) -> Path:
@@ -89,7 +94,14 @@ class World:
 
     def settings(self, root: Path | str, *overrides: str, documents: Path | None = None) -> Settings:
         url = f"{PROTOCOL}://{documents or self.source}"
-        return settings_for(url, root, self.labels, *overrides)  # type: ignore[arg-type]
+        # the weather is this process's
+        return settings_for(url, root, self.labels, "compute.processes=1", *overrides)  # type: ignore[arg-type]
+
+    def config(self, root: Path, backend: str = "") -> str:
+        """datamask.toml of the same project for another process: in one place, or in two of `backend`."""
+        place = f"compute.backend={backend or 'local'}"
+        settings = settings_for(self.source, root, self.labels, f"compute.processes={2 if backend else 1}", place)
+        return as_toml(settings)
 
     @classmethod
     def made(cls, folder: Path) -> "World":
@@ -121,6 +133,13 @@ class World:
         return root
 
 
+def as_toml(settings: Settings) -> str:
+    """A settings file that loads as `settings`: dotted keys, and of TOML's values those that JSON writes alike."""
+    told = {key: settings.get(key) for key in known_keys() if "." in key}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in told.items() if value not in (None, {})]
+    return "\n".join((f"profile = {json.dumps(settings.profile)}", *lines)) + "\n"
+
+
 @contextmanager
 def at_once() -> Iterator[None]:
     """Retries as they are, but for the waiting."""
@@ -129,8 +148,8 @@ def at_once() -> Iterator[None]:
 
 
 @contextmanager
-def without_report(left_out: bool) -> Iterator[None]:
-    """The job `full` without snapshot_report, where it is left out."""
+def without_figures(left_out: bool) -> Iterator[None]:
+    """The job `full` without snapshot_report and without the UI's figures, where they are left out."""
     if not left_out:
         yield
         return
@@ -139,16 +158,16 @@ def without_report(left_out: bool) -> Iterator[None]:
     def shorter(names: Iterable[str], settings: Settings) -> list[str]:
         return lineage([name for name in names if name != "snapshot_report"], settings)
 
-    with mock.patch.object(jobs, "lineage", shorter):
+    with mock.patch.object(jobs, "lineage", shorter), mock.patch.object(figures, "png", lambda *args, **kwargs: b""):
         yield
 
 
 def run(settings: Settings, *, whole: bool = True) -> Attempt:
     """One snapshot through Dagster's jobs, as `datamask run` runs it; errors end up in the Attempt.
 
-    whole: with the report, whose figures take as long as all else.
+    whole: with the report and the figures for the UI, which take as long as all else.
     """
-    with at_once(), without_report(not whole), dg.DagsterInstance.ephemeral() as instance:
+    with at_once(), without_figures(not whole), dg.DagsterInstance.ephemeral() as instance:
         try:
             documents = Source(settings.source.url)
             chosen = running.chosen_snapshots(documents, [SNAPSHOT], lambda text: None)
