@@ -23,6 +23,8 @@ from dagster_datamask.stages.calibration import encoder_facts, read_centroids, s
 from dagster_datamask.stages.classifiers import precision
 
 EMBEDDING_ROWS = 8192
+# how the records count documents without a vector: this, and why
+BAD_EMBEDDING = "bad_embedding"
 
 
 def e5_embeddings(run: Run, source: Source, snapshot: str) -> Outcome:
@@ -123,7 +125,7 @@ class _Embed:
         table = pa.table(
             {"doc_id": ids, "embedding": vectors, "reason": encoded.reasons}, schema=schemas.embeddings(self._dimension)
         )
-        counts = Counter(f"bad_embedding:{reason}" if reason else "embedded" for reason in encoded.reasons)
+        counts = Counter(f"{BAD_EMBEDDING}:{reason}" if reason else "embedded" for reason in encoded.reasons)
         counts["not_wanted"] = rows - len(ids)
         return table, rows, counts
 

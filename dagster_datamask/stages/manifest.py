@@ -29,6 +29,7 @@ from dagster_datamask.stages.candidates import is_scored
 from dagster_datamask.stages.classifiers import classifier_inputs, classifier_of
 from dagster_datamask.stages.cleaning import CONTAMINATION, DUPLICATES, evaluation_revision, overtaken
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
+from dagster_datamask.stages.embeddings import BAD_EMBEDDING
 from dagster_datamask.stages.gneissweb import content_of_categories
 from dagster_datamask.stages.language_model import chosen_since, other_sources
 from dagster_datamask.stages.quality import JOIN_ROWS, QUALITY_BINS, integer_histogram
@@ -60,10 +61,13 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
     def read(shard: str) -> Iterator[dict[str, Any]]:
         whole = {name: Cursor(inputs[name].path(shard), None, JOIN_ROWS) for name in ("pruned_documents", *_SCORES)}
         partial = {
-            "e5_embeddings": Cursor(inputs["e5_embeddings"].path(shard), ["doc_id", "reason"], JOIN_ROWS),
             "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, JOIN_ROWS),
             mask.asset: Cursor(mask.path(shard), None, JOIN_ROWS),
         }
+        # by far the largest files: on an object store they would come whole to be told that every vector is good
+        if any(name.startswith(BAD_EMBEDDING) for name in inputs["e5_embeddings"].record(shard).counts):
+            vectors = inputs["e5_embeddings"].path(shard)
+            partial["e5_embeddings"] = Cursor(vectors, ["doc_id", "reason"], JOIN_ROWS)
         if "near_duplicates" in inputs:
             partial["near_duplicates"] = Cursor(inputs["near_duplicates"].path(shard), None, JOIN_ROWS)
         for table in read_batches(raw.path(shard), None, JOIN_ROWS):
@@ -124,15 +128,16 @@ def _decide(batch: Mapping[str, Any], snapshot: str, strategy: str, mask: str) -
     decisions = np.array(pruned["decision"].to_pylist(), dtype=object)
     reasons = np.array(pruned["reason"].to_pylist(), dtype=object)
     stages = np.array(pruned["stage"].to_pylist(), dtype=object)
-    embedded, at_vectors = batch["e5_embeddings"]
     masks, at_masks = batch[mask]
     survives = pruned["decision"].is_null().to_numpy()
-    why = np.array(embedded["reason"].to_pylist(), dtype=object)
-    bad = np.array([reason is not None for reason in why], dtype=bool)
-    failed = at_vectors[bad]
-    lost = survives[failed]
-    decisions[failed[lost]], stages[failed[lost]] = "bad_embedding", "e5_embeddings"
-    reasons[failed[lost]] = why[bad][lost]
+    if "e5_embeddings" in batch:
+        embedded, at_vectors = batch["e5_embeddings"]
+        why = np.array(embedded["reason"].to_pylist(), dtype=object)
+        bad = np.array([reason is not None for reason in why], dtype=bool)
+        failed = at_vectors[bad]
+        lost = survives[failed]
+        decisions[failed[lost]], stages[failed[lost]] = BAD_EMBEDDING, "e5_embeddings"
+        reasons[failed[lost]] = why[bad][lost]
     choosable = is_scored(pruned).to_numpy()
     if "near_duplicates" in batch:
         alike, at_alike = batch["near_duplicates"]

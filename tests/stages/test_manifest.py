@@ -55,6 +55,22 @@ def test_rows_that_are_joined_at_once_do_not_show_in_the_bytes(made: Project, mo
     assert files() == before
 
 
+def test_vectors_are_not_read_where_none_is_missing(made: Project) -> None:
+    """They are by far the largest files, and on an object store a file comes whole."""
+    before = {path.name: path.read_bytes() for path in manifest_files(made)}
+    shutil.rmtree(made.store.root / "fineweb_mask_manifest")
+    vectors = list((made.store.root / "e5_embeddings" / SNAPSHOT).glob("*/*.arrow"))
+    assert vectors
+    for path in vectors:
+        path.unlink()
+    made.stage("fineweb_mask_manifest", SNAPSHOT)
+    assert {path.name: path.read_bytes() for path in manifest_files(made)} == before
+
+
+def manifest_files(project: Project) -> list[Path]:
+    return sorted((project.store.root / "fineweb_mask_manifest").rglob("*.parquet"))
+
+
 def test_each_kind_of_row_has_its_decision_stage_and_reason(wild: Finished, finished: Finished) -> None:
     manifest = {row["doc_id"]: row for row in rows_of(wild[1]["fineweb_mask_manifest"].published).to_dicts()}
     for doc_id, expected in {

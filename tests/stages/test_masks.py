@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -388,7 +389,9 @@ def publish_vectors(project: Project, change: dict[str, str], snapshot: str = SN
             with pa.ipc.new_file(str(generation.folder / f"{shard}.arrow"), table.schema) as writer:
                 writer.write_table(changed)
             was = embedded.record(shard)
-            records.append(generation.complete(shard, ".arrow", rows=len(ids), rows_in=was.rows_in, counts=was.counts))
+            lost = Counter(f"bad_embedding:{change[i]}" for i in ids if i in change)
+            counts = {**was.counts, **lost, "embedded": len(ids) - lost.total()}
+            records.append(generation.complete(shard, ".arrow", rows=len(ids), rows_in=was.rows_in, counts=counts))
         generation.publish(records, ".arrow", embedded.facts)
 
 
