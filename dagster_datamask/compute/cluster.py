@@ -199,7 +199,8 @@ class RayCluster:
 
     def _why_not(self, ray: Any, error: Exception) -> Exception:
         at = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
-        line = " ".join(str(error).split())
+        # of a traceback from the other side, what it says at its end
+        line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         if isinstance(error, ray.exceptions.AuthenticationError) or "UNAUTHENTICATED" in line.upper():
             return ClusterUnfit(
                 f"{at} refuses this process's token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the "
@@ -231,9 +232,10 @@ class _Worker:
     looked: float = 0.0
     at: int | None = None
     rows: int = 0
-    # set where it no longer answers: the question whether it lives, and until when
+    # set where it no longer answers: the question whether it lives, until when, and by what that was seen
     probe: Any = None
     until: float = 0.0
+    silence: Exception | None = None
 
 
 @dataclass
@@ -321,6 +323,9 @@ class _Pool:
                 if told is not None:
                     self._ask()
                 self._say(len(items), round_.done)
+                for worker in list(self._workers):
+                    if worker.silence is not None and time.monotonic() > worker.until:
+                        self._lose(worker, worker.silence, round_)
                 for worker, ref, value in self._answer():
                     if isinstance(value, self._ray.exceptions.RayError):
                         if self._is_lost(worker, value):
@@ -467,18 +472,19 @@ class _Pool:
             )
         if not self._greeted:
             self._greeted = True
-            self._log(f"Ray has room for {self._most} workers of {_asked(self._requests)}; the first is {worker.name}")
+            self._log(
+                f"Ray has room for {self._most} worker{'s' * (self._most > 1)} of {_asked(self._requests)}; the first is "
+                f"{worker.name}"
+            )
 
     def _is_lost(self, worker: _Worker, error: Exception) -> bool:
         """Whether Ray knows that it is lost; if it does not yet, it is asked."""
         if not isinstance(error, self._ray.exceptions.ActorUnavailableError):
             return True
-        now = time.monotonic()
         if worker.probe is None:
-            worker.until = now + _SECONDS_TO_KNOW
-        elif now > worker.until:
-            return True
+            worker.until, worker.silence = time.monotonic() + _SECONDS_TO_KNOW, error
         else:
+            # asked again, and not at once
             time.sleep(_SECONDS_BETWEEN_LOOKS / 10)
         worker.probe = worker.actor.rows.remote()
         return False

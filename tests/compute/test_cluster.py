@@ -190,10 +190,11 @@ def test_an_error_arrives_as_itself_after_what_is_under_way(place: RayCluster, t
         return item
 
     done = []
-    with pytest.raises(ValueError, match=r"^shard 7 is not as it was$") as caught:
+    with pytest.raises(ValueError, match=r"^shard 7 is not as it was\n") as caught:
         for item, _ in place.each(_doing(work), ["bad", *"abcdefg"]):
             done.append(item)
     error = caught.value
+    assert str(error) == "shard 7 is not as it was"
     assert type(error) is ValueError and shard_of(error) == "007"
     assert any(note.startswith("in worker ") and " on node " in note for note in error.__notes__)
     assert type(error.__cause__) is Unsendable and error.__cause__.status == 503
@@ -232,7 +233,7 @@ def test_no_worker_survives_a_round_that_is_left(place: RayCluster, tmp_path: Pa
 
     each = place.each(_doing(work), range(6))
     assert next(each) == (0, 0)
-    _until(lambda: len(list(tmp_path.iterdir())) == 2)
+    _until(lambda: len(list(tmp_path.iterdir())) > 0)
     each.close()  # type: ignore[attr-defined]
     pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.iterdir()]
     _until(lambda: not any(map(_is_running, pids)))
@@ -276,23 +277,22 @@ def test_a_node_that_dies_is_not_the_items_doing_and_the_cluster_may_grow(
             time.sleep(600)
         return str(ray.get_runtime_context().get_node_id())
 
-    def replace() -> None:
-        _until(pids.exists)
-        cluster.remove_node(first, allow_graceful=False)
-        os.kill(int(pids.read_text()), signal.SIGKILL)
-        cluster.add_node(num_cpus=2, **NODE)
-
-    change = threading.Thread(target=replace)
-    change.start()
-    done = dict(place.each(_doing(work), [0, 1], requests=Requests(cpus=2)))
-    change.join()
+    done: dict[int, str] = {}
+    # Ray starts nodes in a main thread alone
+    taking = threading.Thread(
+        target=lambda: done.update(place.each(_doing(work), [0, 1], requests=Requests(cpus=2))), daemon=True
+    )
+    taking.start()
+    _until(lambda: pids.exists() and pids.read_text().endswith("\n"))
+    cluster.remove_node(first, allow_graceful=False)
+    os.kill(int(pids.read_text()), signal.SIGKILL)
+    second = cluster.add_node(num_cpus=2, **NODE)
+    taking.join(SECONDS)
     assert set(done) == {0, 1}
-    assert first.node_id not in done.values()
+    assert set(done.values()) == {second.node_id}
     (lost,) = [line for line in place.told if line.startswith("lost worker ")]  # type: ignore[attr-defined]
     assert "(its node died); tried again: 0" in lost or "(it no longer answers); tried again: 0" in lost
-    for node in list(cluster.worker_nodes):
-        if node.node_id in done.values():
-            cluster.remove_node(node)
+    cluster.remove_node(second)
 
 
 def test_shares_of_cores_and_accelerators(place: RayCluster, cluster: Any, tmp_path: Path) -> None:
