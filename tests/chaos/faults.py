@@ -6,21 +6,30 @@ processes are `kills`' matter.
 """
 
 import errno
+import json
 import os
 import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import dagster as dg
 import numpy as np
 import pyarrow.parquet as pq
 
+from dagster_datamask.jobs import build_jobs
+from dagster_datamask.resources.storage import StorageResource
+from dagster_datamask.scoring.encoders import Encoder
+from dagster_datamask.sensors import new_shards
+from dagster_datamask.sensors.new_shards import build_new_shards
+from dagster_datamask.settings import Settings
 from tests.chaos.campaign import MISSED, Injection, Wrong
-from tests.chaos.filesystem import PLACES, READS, Fault, weather
+from tests.chaos.filesystem import PLACES, READS, WRITES, Fault, weather
 from tests.chaos.world import (
     SNAPSHOT,
     Attempt,
@@ -34,7 +43,7 @@ from tests.chaos.world import (
 from tests.project import text_of, write_shard
 
 ALWAYS = float("inf")
-IN_SNAPSHOT, AT_SHARD = PLACES
+IN_SNAPSHOT, AT_SHARD, IN_ROOT = PLACES
 # what a disturbed run may come to: no step noticed, a step was tried again, or it failed and said which failure it is
 ABSORBED, RETRIED, TRANSIENT, PERMANENT = "absorbed", "retried", "failed, transient", "failed, permanent"
 
@@ -66,16 +75,18 @@ def disturb(
     source: Path | None = None,
     whole: bool = False,
     settles: bool = True,
+    settings: Settings | None = None,
 ) -> Injection:
     """Run under the disturbance, then undisturbed, and prove both.
 
     may: what the first run may come to; says: a part of its message where it fails. expected: published bytes in the
     end, the world's where not given; source: where the documents lie; whole: the report is made, too; settles: a first
-    run that goes well has published the expected bytes, where the source was the same throughout.
+    run that goes well has published the expected bytes, where the source was the same throughout; settings: the
+    world's for this root where not given.
     """
     if not root.exists():
         shutil.copytree(world.fitted, root)
-    settings = world.settings(root, documents=source)
+    settings = settings or world.settings(root, documents=source)
     wanted = world.expected if expected is None else expected
     with disturbance as fired:
         attempt = run(settings, whole=whole)
@@ -399,6 +410,151 @@ def torn(world: World, rng: np.random.Generator, root: Path) -> Injection:
     return Injection(place, how, ABSORBED)
 
 
+def store_error(name: str) -> Callable[[World, np.random.Generator, Path], Injection]:
+    """One answer of the root's store is an error, before or after it did what was asked."""
+
+    def act(world: World, rng: np.random.Generator, root: Path) -> Injection:
+        operation, first, store = _at_root(world, rng, root, (*READS, *WRITES))
+        fault = Fault(operation, first, raising(ERRORS[name]), inside=IN_ROOT)
+        may = (PERMANENT,) if name == "forbidden" else (ABSORBED, RETRIED, TRANSIENT)
+        return _at_store(world, store, fault, may, f"{operation} {first}")
+
+    return act
+
+
+def store_down(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """From a moment on the root's store answers nothing at all."""
+    operation, first, store = _at_root(world, rng, root, ("info", "read", "write"))
+    fault = Fault(operation, first, raising(ERRORS["timeout"]), times=ALWAYS, inside=IN_ROOT)
+    return _at_store(world, store, fault, (TRANSIENT,), f"from {operation} {first} on")
+
+
+def store_cuts(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """The root's store keeps, or gives, fewer bytes than there are, and says nothing."""
+    operation, first, store = _at_root(world, rng, root, ("read", "write"))
+    share = float(rng.random())
+    fault = Fault(operation, first, lambda path, raw: raw[: int(len(raw) * share)], inside=IN_ROOT)
+    return _at_store(world, store, fault, (ABSORBED, RETRIED, TRANSIENT), f"{operation} {first} to {share:.0%}")
+
+
+def _at_root(world: World, rng: np.random.Generator, root: Path, operations: tuple[str, ...]) -> tuple[str, int, Path]:
+    """(operation, which call of it, the folder behind the store) for a root on a store."""
+    fitted = world.fitted_store()
+    store = fitted.with_name(root.name)
+    shutil.copytree(fitted, store)
+    asked = world.asked_of_store
+    possible = [operation for operation in operations if asked[f"{operation} {IN_ROOT}"]]
+    operation = possible[int(rng.integers(len(possible)))]
+    return operation, int(rng.integers(1, asked[f"{operation} {IN_ROOT}"] + 1)), store
+
+
+def _at_store(world: World, store: Path, fault: Fault, may: tuple[str, ...], when: str) -> Injection:
+    return disturb(world, store, store_fault(fault), may=may, when=when, settings=world.settings_at(store))
+
+
+def model_damaged(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """A model's file is cut, or some of its bytes are others, after it was published: no document is scored by it."""
+    shutil.copytree(world.fitted, root)
+    part = ("dclm", "edu", "wiki")[int(rng.integers(3))]
+    (model,) = root.glob(f"{part}_classifier/*/{part}.{'json' if part == 'edu' else 'bin'}")
+    own = model.read_bytes()
+    how = ("cut", "empty", "garbled", "one bit")[int(rng.integers(4))]
+    at = int(rng.integers(1, len(own) - 64))
+    if how == "garbled":
+        other = own[:at] + rng.bytes(64) + own[at + 64 :]
+    else:
+        other = {"cut": own[:at], "empty": b""}.get(how, own[:at] + bytes([own[at] ^ 1]) + own[at + 1 :])
+
+    @contextmanager
+    def damaged() -> Iterator[Callable[[], str]]:
+        model.write_bytes(other)
+        try:
+            yield lambda: model.name
+        finally:
+            model.write_bytes(own)
+
+    says = f"is not the file that {part}_classifier was published with"
+    return disturb(world, root, damaged(), may=(PERMANENT,), says=says, when=f"{how} at byte {at}")
+
+
+def head_of_nan(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """The file of the Edu head has a weight that is no number, and its hash is that of the record."""
+    shutil.copytree(world.fitted, root)
+    (model,) = root.glob("edu_classifier/*/edu.json")
+    pointer = root / "edu_classifier" / "current.json"
+    own, told = model.read_bytes(), pointer.read_bytes()
+    head = json.loads(own)
+    head["weights"][int(rng.integers(len(head["weights"])))] = float("nan")
+    other = json.dumps(head).encode()
+
+    @contextmanager
+    def poisoned() -> Iterator[Callable[[], str]]:
+        model.write_bytes(other)
+        pointer.write_bytes(told.replace(sha256(own).hexdigest().encode(), sha256(other).hexdigest().encode()))
+        try:
+            yield lambda: model.name
+        finally:
+            model.write_bytes(own)
+            pointer.write_bytes(told)
+
+    return disturb(world, root, poisoned(), may=(PERMANENT,), says="weights must be one finite row", when="NaN")
+
+
+def encoder_of_nan(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """Some rows of the encoder's output are no numbers: counted with their reason, never a vector or a score."""
+    shutil.copytree(world.fitted, root)
+    real, rows = Encoder._forward, [0]
+
+    def forward(model: Any, features: dict[str, Any]) -> np.ndarray:
+        vectors = np.array(real(model, features))
+        hit = rng.random(len(vectors)) < 0.3
+        vectors[hit] = np.nan
+        rows[0] += int(hit.sum())
+        return vectors
+
+    settings = world.settings(root)
+    with mock.patch.object(Encoder, "_forward", staticmethod(forward)):
+        attempt = run(settings, whole=False)
+    if not rows[0]:
+        return Injection("nowhere", "30 % of the rows", MISSED)
+    must(attempt.success, f"rows without a vector ended the run: {attempt.told}")
+    must(not (wrong := broken(root)), f"with {rows[0]} rows of NaN: {wrong}")
+    counts = json.loads((root / "e5_embeddings" / SNAPSHOT / "current.json").read_text("utf-8"))["counts"]
+    bad = counts.get("bad_embedding:non_finite", 0)
+    scored = json.loads((root / "edu_scores" / SNAPSHOT / "current.json").read_text("utf-8"))["counts"]
+    must(bad + scored.get("non_finite", 0) > 0, f"{rows[0]} rows of NaN are counted nowhere: {counts}, {scored}")
+    # what was made by a device that errs is for a person to remove
+    for asset in ("e5_embeddings", "edu_scores"):
+        shutil.rmtree(root / asset / SNAPSHOT)
+    again = run(settings, whole=False)
+    must(again.success, f"the run after it failed: {again.told}")
+    prove(root, world.expected, "after its results were removed and the run that followed,", whole=False)
+    return Injection(
+        "encoder", f"{rows[0]} rows", f"counted: {bad} bad_embedding, {scored.get('non_finite', 0)} unscored"
+    )
+
+
+def clock_of_sensor(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """The clock jumps by hours between two ticks of new_shards: the snapshot is asked for once, soon after."""
+    settings = world.settings(world.fitted)
+    sensor = build_new_shards(settings, build_jobs(settings))
+    now, hours = [1e9], float(rng.uniform(-48, 48))
+    clock = mock.Mock(time=lambda: now[0], monotonic=lambda: 0.0)
+    cursor, asked, ticks = None, [], 0
+    with dg.DagsterInstance.ephemeral() as instance, mock.patch.object(new_shards, "time", clock):
+        for tick in range(6):
+            context = dg.build_sensor_context(instance=instance, cursor=cursor)
+            result = sensor(context, storage=StorageResource.from_settings(settings))
+            must(isinstance(result, dg.SensorResult), f"tick {tick}: {result}")
+            cursor = result.cursor
+            asked += [request.run_key for request in result.run_requests or []]
+            ticks = ticks or (tick if asked else 0)
+            now[0] += 30 + (hours * 3600 if tick == 0 else 0)
+    must(len(set(asked)) == len(asked) == 1, f"asked for {asked} in six ticks")
+    must(ticks <= 3, f"asked for only at tick {ticks}")
+    return Injection("new_shards", f"by {hours:.1f} h", f"{ABSORBED}: asked for at tick {ticks}")
+
+
 def clock_jumps(world: World, rng: np.random.Generator, root: Path) -> Injection:
     """The wall clock jumps by hours, back and forth, at every other look at it."""
     hours = float(rng.uniform(1, 48))
@@ -446,9 +602,16 @@ KINDS: dict[str, tuple[int, Callable[[World, np.random.Generator, Path], Injecti
     "source_stale_listing": (4, stale_listing),
     "source_rewritten": (5, rewritten),
     "source_there_and_back": (5, there_and_back),
+    **{f"store_{name}": (2, store_error(name)) for name in ERRORS},
+    "store_down": (2, store_down),
+    "store_cuts": (4, store_cuts),
     "disk_full": (5, disk_full),
     "disk_fsync": (5, fsync_fails),
     "disk_torn": (8, torn),
+    "model_damaged": (5, model_damaged),
+    "model_head_of_nan": (1, head_of_nan),
+    "model_encoder_of_nan": (2, encoder_of_nan),
+    "clock_of_sensor": (3, clock_of_sensor),
     "clock_jumps": (3, clock_jumps),
     "clock_of_files": (2, file_times_jump),
 }

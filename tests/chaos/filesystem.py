@@ -22,12 +22,13 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 PROTOCOL = "chaos"
 # what a store is asked; a fault names one of them
 READS = ("ls", "info", "open", "read")
-WRITES = ("write", "copy", "remove")
+# "written": an object is there, and the answer that says so is not
+WRITES = ("write", "written", "copy", "remove")
 # several requests even for the small files of tests
 _BLOCK = 2048
 _UPLOAD = ".upload"
 # parts of paths by which calls are counted
-PLACES = ("/CC-", ".parquet")
+PLACES = ("/CC-", ".parquet", "/stores/")
 
 
 @dataclass
@@ -145,6 +146,7 @@ class ChaosFileSystem(AbstractFileSystem):
                 part.replace(target)
         finally:
             part.unlink(missing_ok=True)
+        weather.at("written", path)
 
     def put_file(self, lpath: str, rpath: str, callback: Any = None, mode: str = "overwrite", **options: Any) -> None:
         if not Path(lpath).is_dir():

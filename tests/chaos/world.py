@@ -26,7 +26,8 @@ from dagster_datamask.failures import KIND, is_transient, told
 from dagster_datamask.reporting import figures
 from dagster_datamask.settings import Settings, known_keys
 from dagster_datamask.shards import source
-from dagster_datamask.shards.generations import POINTER
+from dagster_datamask.shards.generations import LEASE, POINTER
+from dagster_datamask.shards.remote import LISTING
 from dagster_datamask.shards.source import Source
 from dagster_datamask.stages import base as base_stages
 from tests.chaos.filesystem import PROTOCOL, weather
@@ -70,6 +71,8 @@ class World:
     expected: dict[str, str] = field(default_factory=dict)
     # what the store is asked in such a run, by operation, and by operation and place
     asked: Counter[str] = field(default_factory=Counter)
+    # the same of the store of a root
+    asked_of_store: Counter[str] = field(default_factory=Counter)
     # (file events, seconds) of an undisturbed run of the command, once measured
     events: tuple[int, float] | None = None
     victims: Victims = field(default_factory=Victims)
@@ -124,6 +127,31 @@ class World:
         problems = broken(world.whole)
         assert not problems, problems
         return world
+
+    def fitted_store(self) -> Path:
+        """The folder behind a root at `chaos://` with the global assets; copied, never written into."""
+        fitted = self.folder / "stores" / "fitted"
+        if not fitted.exists():
+            making = self.folder / "stores" / "making"
+            first = run(self.settings_at(making), whole=False)
+            assert first.success, first.told
+            shutil.copytree(making, fitted)
+            for asset in sorted(fitted.iterdir()):
+                if (asset / SNAPSHOT).exists():
+                    shutil.rmtree(asset)
+            counting = self.folder / "stores" / "counting"
+            shutil.copytree(fitted, counting)
+            before = Counter(weather.asked)
+            second = run(self.settings_at(counting), whole=False)
+            assert second.success, second.told
+            self.asked_of_store = weather.asked - before
+        return fitted
+
+    def settings_at(self, store: Path) -> Settings:
+        """Of a root on a store, the source being a plain folder; its cache lies beside the folder behind it."""
+        cache = store.with_name(f"{store.name}_cache")
+        root = f"{PROTOCOL}://{store}"
+        return settings_for(self.source, root, self.labels, "compute.processes=1", f"storage.cache={cache}")  # type: ignore[arg-type]
 
     def root(self, name: str, of: Path | None = None) -> Path:
         """A root of its own in the state of `of`, or with nothing but what is fitted once."""
@@ -190,10 +218,12 @@ def run(settings: Settings, *, whole: bool = True) -> Attempt:
 def published(root: Path) -> dict[str, str]:
     """{path below root: SHA-256} of every pointer and of every file of the generations that they name."""
     found: dict[str, str] = {}
+    # a folder has no need of a store's listings and leases, nor a store of a lock
+    own = (LEASE, LISTING, ".leases")
     for pointer in sorted(root.glob(f"**/{POINTER}")):
         generation = pointer.with_name(json.loads(pointer.read_text("utf-8"))["fingerprint"])
         for path in (pointer, *sorted(generation.rglob("*"))):
-            if path.is_file():
+            if path.is_file() and not path.name.startswith(own) and path.parent.name != ".leases":
                 found[str(path.relative_to(root))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
