@@ -1,0 +1,121 @@
+"""Shards that end whatever process reads them: quarantined, named with a remedy, or set aside."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from dagster_datamask.compute.base import Poisoned
+from dagster_datamask.compute.local import Processes
+from dagster_datamask.failures import is_transient, told
+from dagster_datamask.settings import SettingsError
+from dagster_datamask.stages.ingest import QUARANTINED_FILE
+from tests import deadly
+from tests.compute.places import Elsewhere, Placed
+from tests.project import Project, write_shard
+
+# as if its texts were broken pages that a reader does not survive; footers and ids are read before
+POISON = "b_poison"
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Elsewhere]:
+    """Two processes to which that shard is deadly, while it is not to this one."""
+    before = dict(os.environ)
+    os.environ |= {deadly.DEADLY: POISON, deadly.SPARED: str(os.getpid())}
+    with Processes(2, threads=1) as processes:
+        yield Elsewhere(processes)
+    os.environ.clear()
+    os.environ |= before
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for shard in ("a", POISON, "c"):
+        write_shard(tmp_path / "source", "S", shard, 9)
+    return tmp_path / "source"
+
+
+def placed(project: Project, source: Path, place: Elsewhere, **values: object) -> Placed:
+    return Placed(project.settings.replace({"source.url": f"deadly://{source}", **values}), place)
+
+
+def aside(outcome: object) -> list[dict[str, str]]:
+    return pl.read_parquet(outcome.published.folder / QUARANTINED_FILE).to_dicts()  # type: ignore[attr-defined]
+
+
+def test_a_shard_that_ends_its_readers_is_quarantined_and_the_rest_counts(
+    project: Project, source: Path, place: Elsewhere
+) -> None:
+    changed = placed(project, source, place, **{"source.on_bad_shard": "quarantine"})
+    outcome = changed.stage("raw_shards", "S")
+    assert aside(outcome) == [{"shard": POISON, "reason": "ends the process that reads it, 3 of 3 times (SIGKILL)"}]
+    (check,) = (check for check in outcome.checks if not check.passed)
+    assert check.name == "every_shard_readable" and not check.blocking
+    assert outcome.rows_in == sum(outcome.counts.values()) == 18
+    (source / "data" / "S" / f"{POISON}.parquet").unlink()
+    without = Project(project.settings.replace({"source.url": str(source)})).stage("raw_shards", "S").published
+    for shard in ("a", "c"):
+        assert outcome.published.path(shard).read_bytes() == without.path(shard).read_bytes()
+    # and once more, as it is found again
+    write_shard(source, "S", POISON, 9)
+    assert changed.stage("raw_shards", "S").published.fingerprint == outcome.published.fingerprint
+
+
+def test_without_quarantine_all_others_are_done_and_the_remedy_goes_on(
+    project: Project, source: Path, place: Elsewhere
+) -> None:
+    changed = placed(project, source, place)
+    with pytest.raises(Poisoned) as caught:
+        changed.stage("raw_shards", "S")
+    line = told(caught.value)
+    assert f"{POISON} (SIGKILL)" in line and f'source.set_aside = ["S/{POISON}"]' in line and "\n" not in line
+    assert not is_transient(caught.value)
+    assert project.store.published("raw_shards", "S") is None
+    (generation,) = (path for path in (project.store.root / "raw_shards" / "S").iterdir() if path.is_dir())
+    assert sorted(path.name for path in generation.glob("*.done.json")) == [
+        "a.parquet.done.json",
+        "c.parquet.done.json",
+    ]
+    assert list(generation.rglob("*.tmp*")) == []
+
+    outcome = changed.with_settings(**{"source.set_aside": [f"S/{POISON}", "OTHER/a"]}).stage("raw_shards", "S")
+    assert aside(outcome) == [{"shard": POISON, "reason": "named in source.set_aside"}]
+    assert outcome.published.shards == ("a", "c")
+    assert [check.name for check in outcome.checks if not check.passed] == ["every_shard_readable"]
+
+
+def test_a_later_step_names_it_and_keeps_what_is_done(project: Project, source: Path, place: Elsewhere) -> None:
+    raw = Project(project.settings.replace({"source.url": str(source)}))
+    raw.stage("raw_shards", "S")
+    changed = placed(project, source, place)
+    with pytest.raises(Poisoned, match=rf"{POISON} \(SIGKILL\); all others are done"):
+        changed.stage("dclm_scores", "S")
+    (generation,) = (path for path in (project.store.root / "dclm_scores" / "S").iterdir() if path.is_dir())
+    assert sorted(path.name for path in generation.glob("*.parquet")) == ["a.parquet", "c.parquet"]
+    # what is not deadly to this process is done by it, and the others are not done again
+    before = {path: path.stat().st_mtime_ns for path in generation.glob("*.parquet")}
+    assert raw.stage("dclm_scores", "S").published.shards == ("a", POISON, "c")
+    assert all(path.stat().st_mtime_ns == at for path, at in before.items())
+
+
+def test_what_is_set_aside_is_passed_over_by_the_sample_too(project: Project, source: Path) -> None:
+    for shard in ("a", "c"):
+        (source / "data" / "S" / f"{shard}.parquet").unlink()
+    shutil.copy(source / "data" / "S" / f"{POISON}.parquet", source / "data" / "S" / "a.parquet")
+    (source / "data" / "S" / f"{POISON}.parquet").write_bytes(b"no parquet")
+    changed = project.with_settings(
+        **{"source.url": str(source), "source.set_aside": [f"S/{POISON}"], "score.calibration_sample": 5}
+    )
+    assert changed.stage("quality_calibration", "").published.rows == 5
+
+
+def test_a_shard_that_is_set_aside_and_not_there_is_an_error_that_names_the_nearest(
+    project: Project, source: Path
+) -> None:
+    changed = project.with_settings(**{"source.url": str(source), "source.set_aside": ["S/b_poisn"]})
+    with pytest.raises(SettingsError, match=f"S has no shard 'b_poisn'; did you mean 'S/{POISON}'?"):
+        changed.stage("raw_shards", "S")
