@@ -159,6 +159,22 @@ class Corpus:
             self._total = self._total or GridSum(self._shards[name].d)
             self._total.total += sums
 
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Those of these shards whose scratch is not whole."""
+        return [name for name in names if not (self._folder / name / "shard.json").exists()]
+
+    @contextmanager
+    def sight(self) -> Iterator["Sight"]:
+        """What tells workers whether they see the scratch folder, as long as the context lasts."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        sight = Sight(str(self._folder), f"{uuid.uuid4().hex}.token", platform.node())
+        token = self._folder / sight.token
+        token.touch()
+        try:
+            yield sight
+        finally:
+            token.unlink()
+
     @property
     def n(self) -> int:
         return sum(shard.rows for shard in self._shards.values())
@@ -206,13 +222,9 @@ class Corpus:
         Raises ScratchUnseen, when the parts are first worked on, where a worker does not see the scratch folder.
         """
         # of a cluster, those that there is room for before ours take it
-        parts, workers, token = self.parts, compute.workers, f"{uuid.uuid4().hex}.token"
-        (self._folder / token).touch()
-        try:
-            with compute.session(_Worker(parts, token, platform.node()), requests=requests) as session:
-                yield _Spread(parts, session, workers)
-        finally:
-            (self._folder / token).unlink()
+        parts, workers = self.parts, compute.workers
+        with self.sight() as sight, compute.session(_Worker(parts, sight), requests=requests) as session:
+            yield _Spread(parts, session, workers)
 
     def passes(self, amounts: Sequence[int], given: Given | None = None, parts: Parts | None = None) -> Passes:
         """The solver's operations over all shards."""
@@ -546,24 +558,34 @@ class _Task:
         return f"the solver's parts {self.numbers[0]} to {self.numbers[-1]}"
 
 
-@dataclass(frozen=True, eq=False)
-class _Worker:
-    """token: a file that proves that the folder is the one that `host` has written to."""
+@dataclass(frozen=True)
+class Sight:
+    """token: a file in the folder which proves that the folder is the one that `host` has written to."""
 
-    parts: _OnDisk
+    folder: str
     token: str
     host: str
 
-    def __call__(self) -> Callable[[_Task, Told], list[Any]]:
+    def check(self) -> None:
+        """Raise ScratchUnseen where this process does not see the folder."""
         until = time.monotonic() + _SECONDS_TO_SEE
-        while not (seen := Path(self.parts.folder, self.token).exists()) and time.monotonic() < until:
+        while not (seen := Path(self.folder, self.token).exists()) and time.monotonic() < until:
             time.sleep(0.1)
         if not seen:
             raise ScratchUnseen(
                 f"{platform.node()} does not have the scratch folder of {self.host}; with a root that both mount, all "
                 "machines have their part in it"
             )
-        libraries, elsewhere = ThreadpoolController(), platform.node() != self.host
+
+
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    parts: _OnDisk
+    sight: Sight
+
+    def __call__(self) -> Callable[[_Task, Told], list[Any]]:
+        self.sight.check()
+        libraries, elsewhere = ThreadpoolController(), platform.node() != self.sight.host
 
         def work(task: _Task, told: Told) -> list[Any]:
             run, found = pickle.loads(task.work), []

@@ -8,6 +8,7 @@ of the others as they are, byte for byte. Not here: the solver (`selection.corpu
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,18 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
+from dagster_datamask.compute.base import Told
 from dagster_datamask.keyed import digest
 from dagster_datamask.selection.certificates import evaluate
-from dagster_datamask.selection.corpus import Block, Corpus, CorpusSelection, ScoreTerm, solve_corpus
+from dagster_datamask.selection.corpus import (
+    Block,
+    Corpus,
+    CorpusSelection,
+    ScoreTerm,
+    ScratchUnseen,
+    Sight,
+    solve_corpus,
+)
 from dagster_datamask.selection.objectives import Given
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.cursor import read_batches
@@ -41,6 +51,8 @@ _MASK = pa.schema([("doc_id", pa.string()), ("selected", pa.bool_()), ("score", 
 _ORDER = pa.schema([("score", pa.float64()), ("tie", pa.uint64()), ("row", pa.int64())])
 # what DuckDB may hold while it sorts a snapshot's scores
 _SORT_MEMORY = "128MB"
+# candidates whose reading, at some 20 µs each, takes longer than processes take to start
+_WORTH_WORKERS = 300_000
 _NAMED = 10
 _POINTS_IN_FIGURE = 200
 
@@ -377,7 +389,7 @@ class _Round:
             self._corpus = new_corpus(self._generation.work / "corpus", self._run.settings, *self._scale)
             for name, candidates in self._candidates.items():
                 self._run.log(f"{STATE}: reading {name}, {self._room[name]:,} {self._plan.unit}")
-                add_shards(self._corpus, candidates, self._plan)
+                add_shards(self._corpus, candidates, self._plan, self._run)
         return self._corpus, self._plan
 
     def _solve(self, identity: str) -> dict[str, Any]:
@@ -459,24 +471,51 @@ def told_every(run: Run, what: str, unit: str = "passes") -> Callable[[int, int,
     )
 
 
-def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan) -> None:
-    """The candidates' shards into a corpus; those that are there already are not read again."""
-
-    def blocks(shard: str) -> Iterator[Block]:
-        for table in candidates.batches(shard):
-            budget = plan.budget(plan.amounts, table)
-            quality = table["quality"].to_numpy()
-            yield Block(
-                candidates.keys(table["doc_id"]),
-                quality,
-                vectors_of(table),
-                budget.costs,
-                budget.groups,
-                further_scores(table),
-            )
-
+def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan, run: Run | None = None) -> None:
+    """The candidates' shards into a corpus; those that are there already are not read again. Where there are many
+    documents to read, `run`'s workers write them, if they see the scratch folder."""
+    add = partial(_add, candidates, plan)
+    missing = corpus.missing(flat_name(candidates.snapshot, shard) for shard in candidates.shards)
+    if run is not None and min(len(missing), run.compute.workers) > 1 and plan.n >= _WORTH_WORKERS:
+        try:
+            with corpus.sight() as sight:
+                filling = run.compute.each(_Filling(corpus, sight, add), missing, requests=run.requests(STAGES[STATE]))
+                for _ in filling:
+                    pass
+        except ScratchUnseen as unseen:
+            run.log(f"shards are read in this process: {unseen}")
     for shard in candidates.shards:
-        corpus.add(flat_name(candidates.snapshot, shard), partial(blocks, shard))
+        add(corpus, shard)
+
+
+def _add(candidates: Candidates, plan: Plan, corpus: Corpus, shard: str) -> None:
+    corpus.add(flat_name(candidates.snapshot, shard), partial(_blocks, candidates, plan, shard))
+
+
+def _blocks(candidates: Candidates, plan: Plan, shard: str) -> Iterator[Block]:
+    for table in candidates.batches(shard):
+        budget = plan.budget(plan.amounts, table)
+        yield Block(
+            candidates.keys(table["doc_id"]),
+            table["quality"].to_numpy(),
+            vectors_of(table),
+            budget.costs,
+            budget.groups,
+            further_scores(table),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Filling:
+    """A worker that writes shards, by their flat names, where the driver finds them."""
+
+    corpus: Corpus
+    sight: Sight
+    add: Callable[[Corpus, str], None]
+
+    def __call__(self) -> Callable[[str, Told], None]:
+        self.sight.check()
+        return lambda name, told: self.add(self.corpus, name.partition("@")[2])
 
 
 def masked(corpus: Corpus, candidates: Candidates, shard: str) -> Iterator[pa.Table]:

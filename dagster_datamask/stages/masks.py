@@ -162,7 +162,7 @@ def _as_one(
     shards = corpus.new_corpus(generation.work / "corpus", run.settings, *scale)
     missing = [shard for shard in pool.shards if generation.record(shard, ".parquet") is None]
     if missing or not summary.exists():
-        corpus.add_shards(shards, pool, plan)
+        corpus.add_shards(shards, pool, plan, run)
     if not summary.exists():
         told = corpus.told_every(run, f"datamask_masks {pool.snapshot}")
         solved = solve_corpus(

@@ -24,6 +24,7 @@ from dagster_datamask.selection.corpus import (
     Corpus,
     CorpusSelection,
     ScoreTerm,
+    Sight,
     certify_corpus,
     pays,
     solve_corpus,
@@ -398,7 +399,8 @@ def test_where_workers_do_not_see_the_scratch_the_solver_runs_here_and_says_so(
     monkeypatch.setattr(module, "_SPREAD", 0)
     monkeypatch.setattr(module, "_SECONDS_TO_SEE", 0.0)
     place, told = Place(), []
-    place.worker = lambda worker: replace(worker, token="of another folder", host="driver")
+    elsewhere = Sight(str(tmp_path), "of another folder", "driver")
+    place.worker = lambda worker: replace(worker, sight=elsewhere)
     assert all_of(corpus, solve_corpus(corpus, [6], compute=place, log=told.append)) == expected
     assert len(told) == 1 and "the solver runs in this process" in told[0] and "scratch folder of driver" in told[0]
 
