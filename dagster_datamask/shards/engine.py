@@ -67,7 +67,7 @@ def map_shards(
     share there, and nothing of it comes back but the record. A worker builds `kernel` and schema on its first shard
     only, so a finished stage loads no model. `given()` is called here, before the first incomplete shard; what it
     returns is called with each of them, and its result handed to `read` as a second argument: what only this machine's
-    scratch tells. With fewer rows to do than `inline_below`, or one shard, shards are done here if that is above 0.
+    scratch tells. With fewer rows to do than `inline_below`, or no other shard, shards are done here.
 
     The error of a shard carries its name as a note. Raises Poisoned, naming shards, when all others are done.
     """
@@ -87,12 +87,15 @@ def map_shards(
     missing = [shard for shard in shards if shard not in records]
     if not missing:
         return [records[shard] for shard in shards]
-    if inline_below and (len(missing) == 1 or total_rows - done < inline_below):
+    # of several the last one missing may be one that ends its reader, so that alone is what it is among others
+    if inline_below and (len(shards) == 1 or total_rows - done < inline_below):
         compute = INLINE
     reached = dict.fromkeys(missing, 0)
 
     def told(task: _Task, rows: int) -> None:
-        reached[task.shard] = rows
+        # what is told late is in the record already
+        if task.shard in reached:
+            reached[task.shard] = rows
         progress(done + sum(reached.values()), total_rows, task.shard)
 
     with _at(missing[0]):

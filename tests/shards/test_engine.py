@@ -1,11 +1,17 @@
 """Mapping a kernel over shards: counts, progress, and what is told of it."""
 
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dagster_datamask.compute.base import INLINE, Poisoned
+from dagster_datamask.compute.local import Processes
 from dagster_datamask.shards import engine
 from dagster_datamask.shards.engine import every_seconds, map_shards, peak_memory_mb
 from dagster_datamask.shards.generations import ShardRecord, Store
@@ -91,3 +97,151 @@ def test_progress_is_told_at_most_once_in_so_many_seconds(monkeypatch: pytest.Mo
 
 def test_peak_memory_is_that_of_a_process() -> None:
     assert 10 < peak_memory_mb() < 1_000_000
+
+
+def mapped(root: Path, shards: dict[str, list[int]], told: Told, **options: object) -> list[ShardRecord]:
+    """`run`'s kernel on workers: what it counts is shared there with what goes into the record."""
+    batches = Counter[str]()
+
+    def read(shard: str, *given: int) -> Iterator[tuple[str, int]]:
+        for k in shards[shard]:
+            if k < 0:
+                raise ValueError(f"{k} is below zero")
+            yield shard, k + sum(given)
+
+    def kernel() -> Callable[[tuple[str, int]], tuple[pa.Table, int, dict[str, int]]]:
+        def even(batch: tuple[str, int]) -> tuple[pa.Table, int, dict[str, int]]:
+            shard, k = batch
+            batches[shard] += 1
+            return pa.table({"k": [k] if k % 2 == 0 else []}, schema=SCHEMA), 1, {"odd" if k % 2 else "even": 1}
+
+        return even
+
+    with Store(root).generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+        return map_shards(
+            generation,
+            list(shards),
+            read,
+            kernel,
+            lambda: SCHEMA,
+            ext=".parquet",
+            total_rows=sum(map(len, shards.values())),
+            progress=lambda done, total, shard: told.append((done, total, shard)),
+            source=lambda shard: {"batches": batches[shard]},
+            **options,  # type: ignore[arg-type]
+        )
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(2, threads=1) as place:
+        yield place
+
+
+SHARDS = {"x": [0, 1, 2, 3], "y": [], "z": [5], "w": [4, 6]}
+
+
+def test_two_processes_give_the_records_and_files_of_one_in_the_shards_order(
+    tmp_path: Path, processes: Processes
+) -> None:
+    records, told = {}, {}
+    for name, place in (("one", INLINE), ("two", processes)):
+        told[name] = []
+        records[name] = mapped(tmp_path / name, SHARDS, told[name], compute=place)
+        assert max(done for done, _, _ in told[name]) == told[name][-1][0] == 7
+        assert {total for _, total, _ in told[name]} == {7}
+    assert records["one"] == records["two"]
+    assert [(record.shard, record.source) for record in records["two"]] == [
+        (shard, {"batches": len(rows)}) for shard, rows in SHARDS.items()
+    ]
+    again: Told = []
+    assert mapped(tmp_path / "two", SHARDS, again, compute=processes) == records["two"]
+    assert [done for done, _, _ in again] == [4, 4, 5, 7]
+
+
+def test_what_shards_are_given_is_made_here_for_the_missing_ones_alone(tmp_path: Path, processes: Processes) -> None:
+    asked: list[str] = []
+
+    def given() -> Callable[[str], int]:
+        asked.append("given")
+        return lambda shard: asked.append(shard) or 10
+
+    first = {"x": SHARDS["x"]}
+    mapped(tmp_path, first, [], given=given, compute=processes)
+    assert asked == ["given", "x"]
+    mapped(tmp_path, SHARDS, [], given=given, compute=processes)
+    assert sorted(asked[2:]) == ["given", "w", "y", "z"]
+    mapped(tmp_path, SHARDS, [], given=given, compute=processes)
+    assert len(asked) == 6
+    (folder,) = (tmp_path / "a" / "S").iterdir()
+    assert pq.read_table(folder / "w.parquet")["k"].to_pylist() == [14, 16]
+
+
+@pytest.mark.parametrize("place", ["inline", "processes"])
+def test_an_error_names_its_shard_and_leaves_no_half_file(tmp_path: Path, processes: Processes, place: str) -> None:
+    compute = INLINE if place == "inline" else processes
+    with pytest.raises(ValueError, match="-1 is below zero") as caught:
+        mapped(tmp_path, {"x": [0], "y": [1, -1]}, [], compute=compute)
+    assert caught.value.__notes__ == ["at shard y"]
+    (folder,) = (tmp_path / "a" / "S").iterdir()
+    assert sorted(path.name for path in folder.glob("*.parquet")) in (["x.parquet"], [])
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_shard_that_is_lost_thrice_is_named_when_all_others_are_done(tmp_path: Path, processes: Processes) -> None:
+    shards = {"x": [0], "bad": [1], "y": [2]}
+
+    def read(shard: str) -> Iterator[int]:
+        yield from shards[shard]
+        if shard == "bad":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def kernel(k: int) -> tuple[pa.Table, int, dict[str, int]]:
+        return pa.table({"k": [k]}, schema=SCHEMA), 1, {"all": 1}
+
+    told: Told = []
+    with (
+        Store(tmp_path).generation("a", "S", code_version="1", settings={}, inputs={}) as generation,
+        pytest.raises(Poisoned) as caught,
+    ):
+        map_shards(
+            generation,
+            list(shards),
+            read,
+            lambda: kernel,
+            SCHEMA,
+            ext=".parquet",
+            total_rows=3,
+            progress=lambda done, total, shard: told.append((done, total, shard)),
+            compute=processes,
+        )
+    assert caught.value.why == {"bad": "SIGKILL"}
+    assert sorted(path.name for path in generation.folder.glob("*.parquet")) == ["x.parquet", "y.parquet"]
+    # half-written files of the lost workers are cleared away
+    assert not list(generation.folder.glob(".*.tmp"))
+    assert max(done for done, _, _ in told) <= 3
+
+
+@pytest.mark.parametrize(("below", "used"), [(0, True), (7, True), (8, False)])
+def test_few_rows_are_done_here(tmp_path: Path, processes: Processes, below: int, used: bool) -> None:
+    def kernel() -> Callable[[int], tuple[pa.Table, int, dict[str, int]]]:
+        pid = os.getpid()
+        return lambda k: (pa.table({"k": [pid]}, schema=SCHEMA), 1, {"all": 1})
+
+    with Store(tmp_path).generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+        map_shards(
+            generation,
+            list(SHARDS),
+            lambda shard: SHARDS[shard],
+            kernel,
+            SCHEMA,
+            ext=".parquet",
+            total_rows=7,
+            progress=lambda done, total, shard: None,
+            compute=processes,
+            inline_below=below,
+        )
+        pids = {
+            pid for shard in SHARDS for pid in pq.read_table(generation.folder / f"{shard}.parquet")["k"].to_pylist()
+        }
+    assert (os.getpid() not in pids) is used
