@@ -146,8 +146,9 @@ class _Cursor:
     def is_quiet(self, snapshot: str, fingerprint: str, now: float) -> bool:
         """Note a listing no run was asked for; whether it has been the same for long enough."""
         before = self.pending.get(snapshot)
-        if before is None or before.fingerprint != fingerprint:
-            self.pending[snapshot] = _Pending(fingerprint, now, before.first if before else now)
+        # what will be has not been: the clock was put back, by hours perhaps
+        if before is None or before.fingerprint != fingerprint or before.since > now:
+            self.pending[snapshot] = _Pending(fingerprint, now, min(before.first, now) if before else now)
             return False
         return now - before.since >= _QUIET_SECONDS
 

@@ -98,7 +98,8 @@ def _next_step(
     if tries >= _MAX_TRIES:
         return f"{snapshot} was tried again {tries} times and is given up: {why.told} (run {run.run_id})"
     ready = (record.end_time or record.update_timestamp.timestamp()) + _WAITS_SECONDS[tries]
-    if time.time() < ready:
+    # longer than it ever waits means that the clock was put back since
+    if 0 < ready - time.time() <= _WAITS_SECONDS[tries]:
         return f"{snapshot} waits until {datetime.fromtimestamp(ready, UTC):%H:%M:%S} UTC: {why.told}"
     return dg.RunRequest(
         run_key=f"{snapshot}:retry:{run.run_id}",

@@ -29,7 +29,7 @@ from dagster_datamask.scoring.training import (
 )
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.generations import Generation, Published, ShardRecord
-from dagster_datamask.shards.writer import atomic
+from dagster_datamask.shards.writer import atomic, file_sha256
 from dagster_datamask.stages.base import STAGES, Outcome, Run, finish
 
 TRAINED = "trained"
@@ -278,7 +278,7 @@ def open_scorer(published: Published, settings: Settings, accelerator: Accelerat
         return FastTextScorer(**_fasttext(published, settings))
     if fact["trained"]:
         encoder = Encoder(edu_encoder(settings), accelerator, settings.embed.batch_tokens)
-        head = EmbeddingHeadScorer(encoder, Head.load(published.path(fact["file"])))
+        head = EmbeddingHeadScorer(encoder, Head.load(_model(published, settings)))
         return _windowed(head, encoder.spec.path, encoder.spec.max_length, encoder.spec.prefix, fact)
     path = _model(published, settings)
     model = TransformersRegressionScorer(path, accelerator, settings.score.edu_max_tokens)
@@ -315,7 +315,14 @@ def _fasttext(published: Published, settings: Settings) -> dict[str, Any]:
 
 def _model(published: Published, settings: Settings) -> Path:
     if published.facts["trained"]:
-        return published.path(published.facts["file"])
+        path = published.path(published.facts["file"])
+        # damaged weights of the right size load, and score
+        if f"sha256:{file_sha256(path)}" != published.facts["revision"]:
+            raise ModelUnavailable(
+                f"{path} is not the file that {published.asset} was published with: it was damaged or replaced; remove "
+                f"it and materialise {published.asset} again"
+            )
+        return path
     part = _part(published)
     found = resolve_model(settings.get(f"models.{part}"), setting=part)
     return _unchanged(found, published.facts["revision"], published.asset, part)

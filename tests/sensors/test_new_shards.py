@@ -466,3 +466,13 @@ def test_ten_thousand_shards_cost_one_listing_a_snapshot(
     assert asked_for["isdir"] + asked_for["isfile"] + asked_for["exists"] <= 22 + 5
     daemon.clock.now += _QUIET
     assert len(daemon.once()) == 22
+
+
+def test_a_clock_that_is_put_back_by_hours_costs_a_quiet_period_and_no_more(daemon: Daemon, clock: Clock) -> None:
+    assert isinstance(daemon.once(), str)
+    clock.now -= 5 * 3600
+    assert isinstance(daemon.once(), str)
+    clock.now += _QUIET
+    requests = daemon.once()
+    assert not isinstance(requests, str), requests
+    assert len(requests) == 2

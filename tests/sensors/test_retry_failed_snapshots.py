@@ -225,3 +225,11 @@ def test_runs_of_other_code_locations_are_none_of_its_business(daemon: Daemon, c
     job.execute_in_process(instance=daemon.instance, raise_on_error=False, tags={"dagster/partition": "2024-01-01"})
     clock.ahead = 10**6
     assert daemon.tick() == "no snapshot's last run failed in the last week"
+
+
+def test_a_clock_that_is_put_back_keeps_no_retry_waiting(busy: list[int], daemon: Daemon, clock: Clock) -> None:
+    assert daemon.run().is_failure
+    clock.ahead = -5 * 3600
+    requests = daemon.tick()
+    assert not isinstance(requests, str), requests
+    assert [request.partition_key for request in requests] == [SNAPSHOT]

@@ -186,3 +186,19 @@ def test_a_model_or_tokenizer_that_cannot_be_had_is_named(project: Project) -> N
         project.with_settings(**{"models.dclm": "/absent/m.bin"}).stage("dclm_classifier", "")
     with pytest.raises(ModelUnavailable, match=r"/absent/t\.json.*models\.ultra_tokenizer"):
         project.with_settings(**{"models.ultra_tokenizer": "/absent/t.json"}).stage("ultra_classifier", "")
+
+
+@pytest.mark.parametrize("part", ["dclm", "edu"])
+def test_a_damaged_model_scores_nothing_and_its_remedy_brings_it_back(project: Project, part: str) -> None:
+    """Weights of which some bytes are others load well, and would score every document a little otherwise."""
+    published = current(project, part)
+    path = published.path(published.facts["file"])
+    own = path.read_bytes()
+    path.write_bytes(own[:-9] + b"1" + own[-8:] if part == "edu" else own[:-64] + bytes(60) + own[-4:])
+    assert path.stat().st_size == len(own) and path.read_bytes() != own
+    with pytest.raises(ModelUnavailable, match=rf"is not the file that {part}_classifier was published with.*remove"):
+        open_scorer(published, project.settings, Accelerator())
+    path.unlink()
+    project.stage(f"{part}_classifier", "")
+    assert path.read_bytes() == own
+    assert current(project, part) == published
