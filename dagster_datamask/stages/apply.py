@@ -8,6 +8,7 @@ texts are read shard by shard, and only row groups that hold something kept.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ from dagster_datamask.stages.manifest import SIDECAR, conform
 _ID_ROWS = 65_536
 _MEMORY = "1GB"
 _NAMED = 20
+_FINGERPRINT = re.compile("[0-9a-f]+")
 # a row's place in its snapshot as one number: the shard's, then the row's
 _ROW_BITS = 40
 _PLACES = pa.schema([("doc_id", pa.string()), ("place", pa.int64()), ("made", pa.bool_())])
@@ -94,7 +96,10 @@ def _files(manifest: Path) -> list[Path]:
         return [manifest]
     folder = manifest
     if (folder / POINTER).exists():
-        folder /= json.loads((folder / POINTER).read_text("utf-8"))["fingerprint"]
+        fingerprint = json.loads((folder / POINTER).read_text("utf-8"))["fingerprint"]
+        if not _FINGERPRINT.fullmatch(fingerprint):
+            raise ValueError(f"{folder / POINTER}: names the generation {fingerprint!r}, which is none")
+        folder /= fingerprint
     for inner in (folder / FOLDER / IDS_FOLDER, folder / IDS_FOLDER):
         if inner.is_dir():
             folder = inner
