@@ -1,13 +1,16 @@
 """Where shards are worked on, as a resource: from settings, opened when asked for, closed with the run."""
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import dagster as dg
 import pytest
 
-from dagster_datamask.compute.base import INLINE
+from dagster_datamask.compute.base import INLINE, Told
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.resources.compute import ComputeResource
 from dagster_datamask.settings import SettingsError, load_settings
@@ -27,17 +30,28 @@ def test_settings_become_the_place() -> None:
     assert place is INLINE if cores == 1 else place.workers == cores
 
 
-def test_a_place_is_opened_once_and_tells_who_asked_last() -> None:
+def dies_once() -> Callable[[Path, Told], int]:
+    def work(item: Path, told: Told) -> int:
+        if not item.exists():
+            item.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1
+
+    return work
+
+
+def test_a_place_is_opened_once_and_a_lost_worker_is_told_to_who_asked_last(tmp_path: Path) -> None:
     compute = resource("compute.processes=2")
-    first: list[str] = []
-    last: list[str] = []
-    place = compute.compute(first.append, "root")
-    assert compute.compute(last.append, "root") is place
-    assert isinstance(place, Processes)
-    place.log("lost one")
-    assert (first, last) == ([], ["lost one"])
-    compute.close()
-    assert compute.compute(print, "root") is not place
+    before: list[str] = []
+    told: list[str] = []
+    place = compute.compute(before.append, str(tmp_path))
+    try:
+        assert compute.compute(told.append, str(tmp_path)) is place
+        assert [result for _, result in place.each(dies_once, [tmp_path / "a", tmp_path / "b"])] == [1, 1]
+    finally:
+        compute.close()
+    assert before == [] and len(told) == 2 and all("SIGKILL" in line for line in told)
+    assert compute.compute(print, str(tmp_path)) is not place
 
 
 def test_requests_of_what_is_no_asset_are_refused_with_the_nearest() -> None:
