@@ -4,6 +4,7 @@ raw_shards shows the same rows for the machine that made it.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
@@ -12,10 +13,14 @@ from typing import Any
 
 from dagster_datamask import __version__
 from dagster_datamask.accelerator import AcceleratorUnavailable, resolve
+from dagster_datamask.failures import told
+from dagster_datamask.redaction import redacted
 from dagster_datamask.scoring.models import ModelUnavailable, resolve_model
 from dagster_datamask.scoring.quality import PARTS
-from dagster_datamask.settings import Settings
+from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.remote import RemoteStore, open_store
 from dagster_datamask.shards.source import Source, SourceError
+from dagster_datamask.stages.base import check_requests
 from dagster_datamask.stages.classifiers import TRAINED
 
 _PACKAGES = (
@@ -49,7 +54,8 @@ def home_unset() -> bool:
 def examine(settings: Settings, models: bool = True) -> dict[str, Any]:
     """{"checks": [{what, state: ok | missing | note, detail}]}; looks, and changes nothing but the hub's cache.
 
-    models: whether to look the models up, which may take a download; if not, their references are told.
+    models: whether to look the models up, which may take a download, and to ask a cluster; if not, what they are called
+    is told.
     """
     checks = [_row("dagster-datamask", "ok", f"{__version__}, Python {platform.python_version()}")]
     for package in _PACKAGES:
@@ -62,6 +68,7 @@ def examine(settings: Settings, models: bool = True) -> dict[str, Any]:
         checks.append(_row("accelerator", "ok", f"{device.device} ({device.name}), {device.dtype}"))
     except AcceleratorUnavailable as error:
         checks.append(_row("accelerator", "missing", str(error)))
+    checks.append(_compute(settings, models))
     look_up = _model if models else _named
     checks += [look_up(settings, name) for name in ("encoder", *PARTS)]
     checks += [_for_baselines(look_up(settings, name)) for name in ("ultra", "ultra_tokenizer")]
@@ -73,7 +80,33 @@ def examine(settings: Settings, models: bool = True) -> dict[str, Any]:
 
 
 def _row(what: str, state: str, detail: str) -> dict[str, str]:
-    return {"what": what, "state": state, "detail": detail}
+    return {"what": what, "state": state, "detail": redacted(detail)}
+
+
+def _compute(settings: Settings, ask: bool) -> dict[str, str]:
+    """Where shards are worked on, and what of it can be reached."""
+    asked = settings.compute
+    cores = asked.processes or len(os.sched_getaffinity(0))
+    try:
+        check_requests(settings)
+        if asked.backend == "local":
+            return _row("compute", "ok", f"local, {cores} process{'es' if cores > 1 else ''}")
+        if importlib.util.find_spec("ray") is None:
+            return _row("compute", "missing", "compute.backend = ray; pip install 'dagster-datamask[ray]'")
+        if not asked.ray_address:
+            return _row("compute", "ok", f"Ray on this machine, {cores} core{'s' if cores > 1 else ''}")
+        if not ask:
+            return _row("compute", "note", f"the Ray cluster at {asked.ray_address}, connected to by the first stage")
+        from dagster_datamask.compute.cluster import ClusterUnavailable, ClusterUnfit, RayCluster
+
+        try:
+            with RayCluster(asked.ray_address) as cluster:
+                room = f"room for {cluster.workers} workers of a core now"
+                return _row("compute", "ok", f"the Ray cluster at {asked.ray_address}, {room}")
+        except (ClusterUnavailable, ClusterUnfit) as error:
+            return _row("compute", "missing", str(error))
+    except SettingsError as error:
+        return _row("compute", "missing", str(error))
 
 
 def _home() -> str:
@@ -116,9 +149,13 @@ def _source(settings: Settings) -> dict[str, str]:
 
 
 def _root(settings: Settings) -> dict[str, str]:
-    root = Path(settings.storage.root)
-    if "://" in settings.storage.root:
-        return _row("storage.root", "missing", f"{settings.storage.root} is a URL; give a folder")
+    try:
+        store = open_store(settings.storage.root, settings.storage.cache)
+        if isinstance(store, RemoteStore):
+            return _row("storage.root", "ok", f"{store.where}, {store.reached()}")
+    except Exception as error:  # every client of a store has errors of its own
+        return _row("storage.root", "missing", told(error))
+    root = store.root
     if root.exists():
         if not os.access(root, os.W_OK):
             return _row("storage.root", "missing", f"{root} cannot be written; grant the right, or set another root")

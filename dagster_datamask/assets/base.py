@@ -13,11 +13,11 @@ from typing import Any
 
 import dagster as dg
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dagster_datamask.failures import KIND, PERMANENT, TRANSIENT, is_transient, shard_of, told
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import asset_key, cc_snapshot
+from dagster_datamask.redaction import redacted_error
 from dagster_datamask.reporting.tables import png_markdown
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.compute import ComputeResource
@@ -172,7 +172,7 @@ class StageAsset:
                 snapshot = context.partition_key if stage.partitioned else ""
                 outcome = work(run, storage.documents(), snapshot)
             except Exception as error:
-                raise _failure(error) from error
+                raise _failure(error) from redacted_error(error)
             experiment = used.subset(stage.reads) != settings.subset(stage.reads)
             yield from _results(stage, run, outcome, experiment, time.monotonic() - started, self.beside(run))
 
@@ -282,14 +282,14 @@ def _metadata(
         limit = f", at most {device['memory_limit_gb']} GB" if device["memory_limit_gb"] else ""
         metadata["accelerator"] = f"{device['device']} ({device['device_name']}), {device['dtype']}{limit}"
     if published.ext == ".html":
-        metadata["page"] = dg.MetadataValue.path(str(published.path(published.shards[0])))
+        metadata["page"] = dg.MetadataValue.path(f"{published.where}/{published.shards[0]}{published.ext}")
     metadata |= {
         "path": dg.MetadataValue.path(published.where),
         "fingerprint": published.fingerprint,
         "seconds": round(seconds, 3),
         "peak_memory_mb": round(peak_memory_mb(), 1),
     }
-    schema = _schema(published)
+    schema = published.schema()
     if schema is not None:
         metadata["dagster/column_schema"] = dg.TableSchema(
             columns=[
@@ -350,16 +350,6 @@ def _table(record: dict[str, Any]) -> dg.TableMetadataValue:
             for name, value in rows.items()
         ]
     )
-
-
-def _schema(published: Published) -> pa.Schema | None:
-    if not published.shards or published.ext not in (".parquet", ".arrow"):
-        return None
-    path = published.path(published.shards[0])
-    if published.ext == ".parquet":
-        return pq.read_schema(path)
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).schema
 
 
 # which column of which input a column comes from, beyond doc_id, which comes from raw_shards everywhere

@@ -19,6 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSystem, LocalFileSystem
+
 from dagster_datamask.keyed import digest
 from dagster_datamask.shards.writer import atomic, file_sha256, remove_temps, write_json
 
@@ -86,6 +90,20 @@ class Published:
         Of what the generation does not hold, the path of a file that does not exist.
         """
         return self.folder / name
+
+    def place(self, shard: str) -> tuple[str, FileSystem]:
+        """Where Arrow reads parts of a shard's file, for what needs few of its bytes."""
+        return str(self.path(shard)), LocalFileSystem()
+
+    def schema(self) -> pa.Schema | None:
+        """The columns of a generation's shards, None where it has none or they are no tables."""
+        if not self.shards or self.ext not in (".parquet", ".arrow"):
+            return None
+        path, system = self.place(self.shards[0])
+        if self.ext == ".parquet":
+            return pq.read_schema(path, filesystem=system)
+        with system.open_input_file(path) as file:
+            return pa.ipc.open_file(file).schema
 
     def record(self, shard: str) -> ShardRecord:
         return _read_record(self.folder / f"{shard}{self.ext}{DONE}")

@@ -30,6 +30,7 @@ from typing import Any
 import platformdirs
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.shards.generations import (
@@ -553,6 +554,11 @@ class RemotePublished(Published):
             self.remote.fetch(self.name, name, record.bytes, record.sha256)
         return self.folder / name
 
+    def place(self, shard: str) -> tuple[str, FileSystem]:
+        """In the store: to read a few columns of many shards fetches none of them."""
+        name = f"{self.name}/{shard}{self.ext}"
+        return self.remote.at(name), PyFileSystem(FSSpecHandler(self.remote.fs))
+
     def record(self, shard: str) -> ShardRecord:
         name = f"{shard}{self.ext}"
         record = self._listing.records.get(name) or self._record_apart(name)
@@ -628,6 +634,19 @@ class RemoteStore(Store):
     @property
     def on_disk(self) -> bool:
         return False
+
+    def reached(self) -> str:
+        """In words, what the store and the cache answer. Raises what the store's client raises where it cannot be
+        reached."""
+        try:
+            there = len(self.remote.fs.ls(self.remote.at("").rstrip("/"), detail=False))
+        except FileNotFoundError as error:
+            # a store that says so itself misses the bucket; a folder that is missing is made by the first run
+            if error.__cause__ is not None:
+                raise
+            there = 0
+        at = next(path for path in (self.root, *self.root.parents) if path.exists())
+        return f"{there} assets; cache {self.root}, {shutil.disk_usage(at).free / 1e9:,.1f} GB free"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _on_this_machine, (self.remote,)

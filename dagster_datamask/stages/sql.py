@@ -13,8 +13,6 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 import pyarrow.dataset as ds
-import pyarrow.parquet as pq
-from pyarrow import fs
 
 from dagster_datamask.shards.formats import as_json
 from dagster_datamask.shards.generations import Published, Store
@@ -118,29 +116,25 @@ def _rows_of(found: Sequence[Published]) -> ds.Dataset | None:
         return None
     arrow = found[0].ext == ".arrow"
     format = ds.IpcFileFormat() if arrow else ds.ParquetFileFormat()
-    local = fs.LocalFileSystem()
     fragments = [
-        format.make_fragment(
-            str(published.path(shard)), local, partition_expression=ds.field("snapshot") == published.snapshot
-        )
+        format.make_fragment(*published.place(shard), partition_expression=ds.field("snapshot") == published.snapshot)
         for published in found
         for shard in published.shards
     ]
+    _, system = found[0].place(found[0].shards[0])
     try:
         # all shards of a generation have one schema
         union = pa.unify_schemas([_schema(published) for published in found], promote_options="permissive")
     except pa.ArrowTypeError as error:
         raise ColumnClash(f"{found[0].asset}: snapshots have columns of one name but other types ({error})") from error
     schema = pa.schema([_SNAPSHOT, *(_readable(field) for field in union if field.name != _SNAPSHOT.name)])
-    return ds.FileSystemDataset(fragments, schema, format, local)
+    return ds.FileSystemDataset(fragments, schema, format, system)
 
 
 def _schema(published: Published) -> pa.Schema:
-    path = published.path(published.shards[0])
-    if published.ext == ".parquet":
-        return pq.read_schema(path).remove_metadata()
-    with pa.memory_map(str(path)) as file:
-        return pa.ipc.open_file(file).schema.remove_metadata()
+    schema = published.schema()
+    assert schema is not None
+    return schema.remove_metadata()
 
 
 def _readable(field: pa.Field) -> pa.Field:

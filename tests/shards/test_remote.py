@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -22,7 +23,9 @@ import s3fs
 from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from dagster_datamask.doctor import examine
 from dagster_datamask.failures import is_transient, told
+from dagster_datamask.settings import load_settings
 from dagster_datamask.shards import remote
 from dagster_datamask.shards.engine import map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store
@@ -718,3 +721,20 @@ def _asks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _begun(url: str, cache: Path) -> AbstractContextManager[Any]:
     return open_store(url, str(cache)).generation("a", "S", code_version="1", settings={}, inputs={})
+
+
+def test_the_doctor_tells_whether_a_bucket_can_be_reached(s3: S3Server, machine: Machine, tmp_path: Path) -> None:
+    def row(root: str) -> tuple[str, str]:
+        settings = load_settings(os.devnull, [f"storage.root={root}", f"storage.cache={tmp_path}"], env={})
+        checks = {row["what"]: row for row in examine(settings, models=False)["checks"]}
+        return checks["storage.root"]["state"], checks["storage.root"]["detail"]
+
+    url = f"{s3.url}/root"
+    assert row(url)[0] == "ok" and row(url)[1].startswith(f"{url}, 0 assets; cache {tmp_path}")
+    publish(machine(url), 1)
+    assert row(url)[1].startswith(f"{url}, 1 assets")
+    state, detail = row("s3://no-such-bucket/root")
+    assert state == "missing" and "make the bucket" in detail
+    s3.fault = lambda kind, path: 403
+    assert row(url)[0] == "missing" and "grant the right" in row(url)[1]
+    assert row("hf://datasets/a/b")[0] == "missing"
