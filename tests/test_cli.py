@@ -538,6 +538,16 @@ class TestDoctor:
         assert "models.ultra in datamask.toml (for baselines alone)" in rows["models.ultra"]["detail"]
         assert files(tmp_path) == before
 
+    def test_tells_where_shards_are_worked_on(self, datamask: Run) -> None:
+        for settings, state, detail in (
+            (["compute.processes=1"], "ok", "local, 1 process"),
+            (["compute.processes=3"], "ok", "local, 3 processes"),
+            (["compute.requests={e5_embeding={cpus=2}}"], "missing", "did you mean 'e5_embeddings'?"),
+        ):
+            asked = datamask("doctor", "--json", *(part for setting in settings for part in ("--set", setting)))
+            (row,) = (row for row in json.loads(asked.stdout)["checks"] if row["what"] == "compute")
+            assert row["state"] == state and detail in row["detail"]
+
     def test_a_table_for_people(self, datamask: Run) -> None:
         result = datamask("doctor")
         assert result.exit_code == 0

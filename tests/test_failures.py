@@ -7,6 +7,7 @@ import httpx2
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
+from dagster_datamask.compute.base import Poisoned, packed, unpacked
 from dagster_datamask.failures import is_transient, shard_of, told
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.settings import SettingsError
@@ -46,10 +47,18 @@ def caused(error: Exception, cause: BaseException) -> Exception:
     return error
 
 
+def from_a_worker(error: Exception) -> BaseException:
+    """The error as it comes out of the process of a worker."""
+    sent = unpacked(packed(error))
+    assert (type(sent).__name__, str(sent), told(sent)) == (type(error).__name__, str(error), told(error))
+    return sent
+
+
 @pytest.mark.parametrize("status", [408, 412, 425, 429, 500, 502, 503, 504])
 @pytest.mark.parametrize("kind", [hub, ClientError, HttpError])
 def test_what_a_busy_server_answers_passes(kind: Any, status: int) -> None:
     assert is_transient(kind(status))
+    assert is_transient(from_a_worker(kind(status)))
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 410, 416, 501])
@@ -82,6 +91,7 @@ def test_what_a_server_refuses_stays_refused(kind: Any, status: int) -> None:
 )
 def test_the_network_and_the_disk_on_a_bad_day_pass(error: Exception) -> None:
     assert is_transient(error)
+    assert is_transient(from_a_worker(error))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +116,13 @@ def test_the_network_and_the_disk_on_a_bad_day_pass(error: Exception) -> None:
         FileNotFoundError("bucket/x"),
         OSError("Forbidden: https://store.example/b\nno right"),
         foreign("botocore.exceptions", "NoCredentialsError"),
+        Poisoned({"shard": "SIGKILL"}),
     ],
     ids=lambda error: type(error).__name__,
 )
 def test_what_is_given_wrong_and_what_is_full_stays(error: Exception) -> None:
     assert not is_transient(error)
+    assert not is_transient(from_a_worker(error))
 
 
 def test_causes_that_go_round_in_a_circle_end() -> None:
