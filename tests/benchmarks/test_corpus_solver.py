@@ -57,14 +57,14 @@ def test_floors_go_through_all_vectors(folder: Path) -> None:
 
 def test_rows_are_gap_passes_and_a_pass_of_every_lambda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_solver, "LAMBDAS", (0.5,))
-    gap, passes, pass_ = solved("cosine", folder, N, cosine_block, BLOCK)
+    gap, passes, pass_, cpu = solved("cosine", folder, N, cosine_block, BLOCK)
     assert gap.bar == "≤ 1e-06" and passes.bar == "≤ 30" and gap.met and passes.met
     facts = gap.facts
     assert passes.ours == facts["passes"] + facts["certifying"]
     # every point is scored at, and once more for the bound
     assert facts["points"] <= facts["passes"] and facts["certifying"] >= 1.1
     assert facts["bytes"] == N * DIMENSION * 2 and facts["mean_cosine"] == pytest.approx(0.7, abs=0.02)
-    assert pass_.met is None and pass_.ratio is not None
+    assert pass_.met is None and pass_.ratio is not None and cpu.ours is not None
 
 
 def test_a_child_solves_what_is_written_and_writes_nothing(folder: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import InconsistentFiles
+from dagster_datamask.stages import corpus as stage
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.corpus import STATE, named, outdated_masks, ranked, unsolved
 from tests.conftest import EMBEDDED, SNAPSHOTS
@@ -118,17 +119,23 @@ def test_where_shards_are_worked_on_leaves_no_trace_in_what_is_published(
     other, run = copied(Project(corpus.settings), tmp_path / "other"), Project.run
     solved(corpus)
     monkeypatch.setattr(solver, "_SPREAD", 0)
+    monkeypatch.setattr(stage, "_WORTH_WORKERS", 0)
     with Processes(2, threads=1) as processes:
-        sessions = []
+        asked = []
 
         def session(worker: Any, **more: Any) -> Any:
-            sessions.append(worker)
+            asked.append("passes")
             return Processes.session(processes, worker, **more)
 
+        def each(worker: Any, items: Any, **more: Any) -> Any:
+            asked.append("shards")
+            return Processes.each(processes, worker, items, **more)
+
         monkeypatch.setattr(processes, "session", session)
+        monkeypatch.setattr(processes, "each", each)
         monkeypatch.setattr(Project, "run", lambda self: replace(run(self), compute=processes))
         solved(other)
-        assert len(sessions) == 1
+        assert asked == ["shards", "shards", "passes"]
     own, theirs = (tree(project.store.folder(STATE, None)) for project in (corpus, other))
     assert own == theirs and any(name.endswith("state.json") for name in own)
 
