@@ -10,6 +10,7 @@ import pickle
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import cloudpickle
 
@@ -47,6 +49,7 @@ _SECONDS_BETWEEN_COUNTS = 5.0
 _SECONDS_BETWEEN_LINES = 60.0
 # how long Ray may take to find out whether what no longer answers is dead
 _SECONDS_TO_KNOW = 60.0
+_SECONDS_TO_ANSWER = 20.0
 # a file system of the network may show a new file late
 _SECONDS_TO_SEE = 5.0
 # sockets lie below this folder, and a socket's path is short
@@ -175,6 +178,7 @@ class RayCluster:
         on_term = signal.getsignal(signal.SIGTERM) if in_main else None
         try:
             if self.address:
+                _listens(self.address)
                 ray.init(address=self.address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -199,16 +203,17 @@ class RayCluster:
 
     def _why_not(self, ray: Any, error: Exception) -> Exception:
         at = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
+        said = " ".join(str(error).split())
         # of a traceback from the other side, what it says at its end
         line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-        if isinstance(error, ray.exceptions.AuthenticationError) or "UNAUTHENTICATED" in line.upper():
+        if isinstance(error, ray.exceptions.AuthenticationError) or "UNAUTHENTICATED" in said.upper():
             return ClusterUnfit(
                 f"{at} refuses this process's token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the "
                 "cluster's token, which `ray get-auth-token` prints on its head node (RAY_AUTH_MODE=disabled, where "
                 "the cluster was started so)"
             )
-        if "Version mismatch" in line or "version mismatch" in line:
-            return ClusterUnfit(f"{at} runs other versions than this process: {line}; use one image for both")
+        if "version mismatch" in said.lower():
+            return ClusterUnfit(f"{at} runs other versions than this process: {said}; use one image for both")
         remedy = (
             "is it running, and is compute.ray_address right? A machine outside the cluster connects by ray://host:10001"
             if self.address
@@ -472,10 +477,8 @@ class _Pool:
             )
         if not self._greeted:
             self._greeted = True
-            self._log(
-                f"Ray has room for {self._most} worker{'s' * (self._most > 1)} of {_asked(self._requests)}; the first is "
-                f"{worker.name}"
-            )
+            workers = f"{self._most} worker{'s' * (self._most > 1)}"
+            self._log(f"Ray has room for {workers} of {_asked(self._requests)}; the first is {worker.name}")
 
     def _is_lost(self, worker: _Worker, error: Exception) -> bool:
         """Whether Ray knows that it is lost; if it does not yet, it is asked."""
@@ -624,6 +627,8 @@ def _worker_class(ray: Any) -> Any:
                         if torch.cuda.is_available():
                             torch.cuda.set_per_process_memory_fraction(self._gpus)
                     self._work = pickle.loads(self._worker)()
+                    # again for what was loaded since: PyTorch takes no more than there are cores by itself
+                    use_threads(self._threads)
                 return bytes(cloudpickle.dumps((_DONE, self._work(pickle.loads(item), self._told))))
             except BaseException as error:
                 return pickle.dumps((_FAILED, packed(error)))
@@ -650,6 +655,13 @@ def _ray() -> Any:
             f"compute.backend = 'ray' needs Ray ({error}); install the extra: pip install 'dagster-datamask[ray]'"
         ) from error
     return ray
+
+
+def _listens(address: str) -> None:
+    """Raise OSError where nothing does: Ray would try for minutes."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    if parts.hostname and parts.port:
+        socket.create_connection((parts.hostname, parts.port), timeout=_SECONDS_TO_ANSWER).close()
 
 
 def _room(nodes: Sequence[dict[str, Any]], requests: Requests) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -22,24 +23,11 @@ from dagster_datamask.compute.base import INLINE, Inline, Poisoned, Requests, Wo
 from dagster_datamask.compute.cluster import ClusterUnfit, RayCluster, _room, _Round, _there
 from dagster_datamask.failures import is_transient, shard_of
 from dagster_datamask.shards.engine import AT_SHARD
+from tests.compute.conftest import NODE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
-from ray.cluster_utils import Cluster  # noqa: E402
 
-NODE = {"object_store_memory": 80 * 2**20}
 SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two nodes of one core each."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    cluster = Cluster(
-        initialize_head=True, connect=False, head_node_args={"num_cpus": 1, "include_dashboard": False, **NODE}
-    )
-    cluster.add_node(num_cpus=1, **NODE)
-    yield cluster
-    cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -295,6 +283,7 @@ def test_a_node_that_dies_is_not_the_items_doing_and_the_cluster_may_grow(
     cluster.remove_node(second)
 
 
+@pytest.mark.slow
 def test_shares_of_cores_and_accelerators(place: RayCluster, cluster: Any, tmp_path: Path) -> None:
     """Two workers on one accelerator, of which Ray counts shares and shows the number; none is needed for that."""
     node = cluster.add_node(num_cpus=1, num_gpus=1, **NODE)
@@ -321,32 +310,47 @@ def test_shares_of_cores_and_accelerators(place: RayCluster, cluster: Any, tmp_p
 
 
 def test_threads_are_those_of_the_settings(cluster: Any, connected: RayCluster) -> None:
-    def work(item: int, told: Callable[[int], None]) -> tuple[str, int]:
+    def worker() -> Callable[[int, Any], tuple[str, int]]:
         import torch
 
-        return os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
+        return lambda item, told: (os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
 
+    # more than there are cores, perhaps: elsewhere there may be, and the bits are the same
     three = RayCluster(cluster.address, 3)
-    assert dict(three.each(_doing(work), [0])) == {0: ("3", 3)}
+    assert dict(three.each(worker, [0])) == {0: ("3", 3)}
     # it used the connection that was there, and leaves it
     three.close()
     assert ray.is_initialized() and connected.workers == 2
 
 
-def test_a_node_with_other_code_is_refused(place: RayCluster, cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_worker_with_other_code_is_refused(cluster: Any, connected: RayCluster, tmp_path: Path) -> None:
+    """A copy of the package that changes between the start of a run and that of its worker, as two images differ."""
     package = Path(module.__file__).parents[1]
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / package.name / "keyed.py").open("a") as file:
-        file.write("# other code\n")
-    node = cluster.add_node(num_cpus=2, env_vars={"PYTHONPATH": str(tmp_path)}, **NODE)
-    try:
-        with pytest.raises(
-            ClusterUnfit,
-            match=r"^worker \d+ on node \S+ has dagster-datamask of code (\w+) \(here (?!\1)\w+\); use one image for",
-        ):
-            list(place.each(_doing(lambda item, told: item), [0], requests=Requests(cpus=2)))
-    finally:
-        cluster.remove_node(node)
+    code = f"""
+        from dagster_datamask.compute.cluster import ClusterUnfit, RayCluster
+
+        with RayCluster({cluster.address!r}) as place, place.session(lambda: lambda item, told: item) as session:
+            with open("dagster_datamask/keyed.py", "a") as file:
+                file.write("# other code")
+            try:
+                print(list(session.each([0])))
+            except ClusterUnfit as error:
+                print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert re.fullmatch(
+        r"worker \d+ on node \S+ has dagster-datamask of code (\w+) \(here (?!\1)\w+\); use one image for workers and "
+        r"this process\n",
+        done.stdout,
+    ), done
 
 
 def test_a_folder_that_workers_do_not_see_is_named(
@@ -426,6 +430,20 @@ def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     assert refused.startswith("a worker asks for 1 CPU, 64 GPU, and Ray on this machine has 1 node of 2 CPU")
     assert refused.endswith("; lower compute.requests")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_where_no_cluster_answers_is_said_at_once(address: str) -> None:
+    code = f"from dagster_datamask.compute.cluster import RayCluster; RayCluster({address!r}).workers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(
+            f"dagster_datamask.compute.cluster.ClusterUnavailable: the Ray cluster at {address} cannot be had: "
+            "[Errno 111] Connection refused; is it running, and is compute.ray_address right?"
+        )
+    )
 
 
 def test_in_a_worker_a_place_is_that_process() -> None:
