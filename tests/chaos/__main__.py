@@ -1,8 +1,11 @@
 """`python -m tests.chaos`: the campaign; with --seed, one injection of it again."""
 
 import argparse
+import json
 import logging
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from rich.console import Console
 
 from tests.chaos import campaign, faults, kills
+from tests.chaos.victims import REPOSITORY
 from tests.chaos.world import World
 
 KINDS = {**faults.KINDS, **kills.KINDS}
@@ -32,28 +36,54 @@ def schedule(kinds: list[str] | None = None) -> Iterator[tuple[int, str, campaig
                 seed += 1
 
 
+def whole(log: Path, console: Console) -> list[campaign.Entry]:
+    """The whole campaign in two processes, as most of what kills is waiting; its entries, also in `log`, by seed."""
+    beside = log.with_name(f"kills_{log.name}")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    beside.unlink(missing_ok=True)
+    only = [f"--kind={kind}" for kind in kills.KINDS]
+    with subprocess.Popen([sys.executable, "-m", "tests.chaos", *only, f"--log={beside}"], cwd=REPOSITORY) as killing:
+        entries = part(None, list(faults.KINDS), log, console)
+        killing.wait()
+    told = beside.read_text("utf-8").splitlines() if beside.exists() else []
+    entries = sorted((*entries, *(campaign.Entry(**json.loads(line)) for line in told)), key=lambda entry: entry.seed)
+    campaign.write(log, entries)
+    beside.unlink(missing_ok=True)
+    return entries
+
+
+def part(seeds: list[int] | None, kinds: list[str] | None, log: Path, console: Console) -> list[campaign.Entry]:
+    """Those injections of the campaign that are of these seeds and kinds, in a folder that stays if one is wrong."""
+    logging.getLogger("dagster").setLevel(logging.CRITICAL)
+    folder = Path(tempfile.mkdtemp(prefix="datamask_chaos_"))
+    console.print(f"one undisturbed run, in {folder} ...")
+    world = World.made(folder)
+    chosen = [injection for injection in schedule(kinds) if seeds is None or injection[0] in seeds]
+    with world.victims:
+        entries = campaign.run(world, chosen, log, console)
+    if not campaign.wrong(entries):
+        shutil.rmtree(folder)
+    return entries
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, action="append", help="only this injection; may be given several times")
     parser.add_argument("--kind", action="append", help="only injections of this kind; may be given several times")
     parser.add_argument("--log", type=Path, default=Path(".chaos/log.jsonl"))
-    parser.add_argument("--keep", action="store_true", help="keep the folder of the roots")
     asked = parser.parse_args()
     if unknown := set(asked.kind or ()) - KINDS.keys():
         parser.error(f"--kind {unknown.pop()!r} is none of: {', '.join(KINDS)}")
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    logging.getLogger("dagster").setLevel(logging.CRITICAL)
-    folder = Path(tempfile.mkdtemp(prefix="datamask_chaos_"))
-    console.print(f"one undisturbed run, in {folder} ...")
-    world = World.made(folder)
-    chosen = [injection for injection in schedule(asked.kind) if asked.seed is None or injection[0] in asked.seed]
-    with world.victims:
-        entries = campaign.run(world, chosen, asked.log, console)
+    if asked.seed is None and asked.kind is None:
+        entries = whole(asked.log.absolute(), console)
+    else:
+        entries = part(asked.seed, asked.kind, asked.log, console)
     console.print(campaign.summary(entries))
     wrong = campaign.wrong(entries)
     for entry in wrong:
         console.print(f"again: python -m tests.chaos --seed {entry.seed}", style="red")
-    return 1 if wrong else 0
+    return 1 if wrong or not entries else 0
 
 
 if __name__ == "__main__":

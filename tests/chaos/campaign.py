@@ -82,10 +82,19 @@ def run(world: World, schedule: Iterable[tuple[int, str, Kind]], log: Path, cons
         for seed, kind, act in schedule:
             entry = inject(world, seed, kind, act)
             entries.append(entry)
-            file.write(json.dumps(asdict(entry)) + "\n")
+            file.write(_line(entry))
             file.flush()
             console.print(f"{seed:4d} {kind}: {entry.where}, {entry.when}: {entry.outcome}", style=_style(entry))
     return entries
+
+
+def write(log: Path, entries: Iterable[Entry]) -> None:
+    """The log of these entries, a line each."""
+    log.write_text("".join(map(_line, entries)), "utf-8")
+
+
+def _line(entry: Entry) -> str:
+    return json.dumps(asdict(entry)) + "\n"
 
 
 def injected(entries: Iterable[Entry]) -> int:

@@ -449,7 +449,10 @@ def _at_root(world: World, rng: np.random.Generator, root: Path, operations: tup
 
 
 def _at_store(world: World, store: Path, fault: Fault, may: tuple[str, ...], when: str) -> Injection:
-    return disturb(world, store, store_fault(fault), may=may, when=when, settings=world.settings_at(store))
+    done = disturb(world, store, store_fault(fault), may=may, when=when, settings=world.settings_at(store))
+    for folder in (store, world.cache_of(store)):
+        shutil.rmtree(folder, ignore_errors=True)
+    return done
 
 
 def model_damaged(world: World, rng: np.random.Generator, root: Path) -> Injection:

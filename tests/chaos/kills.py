@@ -18,6 +18,8 @@ KILLED = "killed, run again"
 SURVIVED = "survived"
 FAILED = "failed, run again"
 _PATIENCE_SECONDS = 240.0
+# by what a process is known on its command line
+WORKER, ACTOR, NODE = "local.serve", "ray::DatamaskWorker", "raylet/raylet"
 
 
 def order(world: World, root: Path, name: str = "", **told: object) -> Order:
@@ -106,9 +108,9 @@ def holder_stopped(world: World, rng: np.random.Generator, root: Path) -> Inject
 def workers(world: World, rng: np.random.Generator, root: Path) -> Injection:
     """Local worker processes are killed while the run goes on: it makes good what they held."""
     pid = world.victims.start(order(world, root, workers=True, backend="local"))
-    kills = _kill_some(pid, rng, "local.serve", 2)
+    kills, below = _kill_some(pid, rng, WORKER, 2)
     done = world.victims.wait(pid)
-    must(not (left := ended_soon(pid)), f"processes {left} outlived their run")
+    must(not (left := ended_soon(below)), f"processes {left} outlived their run")
     must(done.code == 0, f"the run ended with {done.code} after {kills} workers were killed: {done.log[-3000:]}")
     prove(root, world.expected, f"after {kills} workers were killed,")
     afterwards(world, root, "workers", world.victims.run(order(world, root, backend="")))
@@ -118,11 +120,12 @@ def workers(world: World, rng: np.random.Generator, root: Path) -> Injection:
 def parent_of_workers(world: World, rng: np.random.Generator, root: Path) -> Injection:
     """A run is killed whose worker processes are at work: they end, too, and what they finished counts."""
     pid = world.victims.start(order(world, root, workers=True, backend="local"))
-    _until(lambda: bool(_named(pid, "local.serve")) or state(pid) in ("Z", ""), "no worker process begins")
+    _until(lambda: bool(_named(pid, WORKER)) or state(pid) in ("Z", ""), "no worker process begins")
     time.sleep(float(rng.uniform(0.0, 8.0)))
+    below = descendants(pid)
     os.kill(pid, signal.SIGKILL)
     done = world.victims.wait(pid)
-    must(not (left := ended_soon(pid)), f"processes {left} outlived their run")
+    must(not (left := ended_soon(below)), f"processes {left} outlived their run")
     must(not (wrong := half_done(root)), f"after the kill: {wrong}")
     afterwards(world, root, "a run with workers", world.victims.run(order(world, root, backend="")))
     killed = done.code == -signal.SIGKILL
@@ -132,9 +135,9 @@ def parent_of_workers(world: World, rng: np.random.Generator, root: Path) -> Inj
 def ray_actors(world: World, rng: np.random.Generator, root: Path) -> Injection:
     """Ray's actors are killed while the run goes on."""
     pid = world.victims.start(order(world, root, backend="ray"))
-    kills = _kill_some(pid, rng, "ray::", 4)
+    kills, below = _kill_some(pid, rng, ACTOR, 4)
     done = world.victims.wait(pid)
-    must(not (left := ended_soon(pid)), f"processes {left} outlived their run")
+    must(not (left := ended_soon(below)), f"processes {left} outlived their run")
     must(done.code == 0, f"the run ended with {done.code} after {kills} actors were killed: {done.log[-3000:]}")
     prove(root, world.expected, f"after {kills} actors were killed,")
     return Injection("Ray actors", "at random", SURVIVED if kills else MISSED, kills)
@@ -143,13 +146,13 @@ def ray_actors(world: World, rng: np.random.Generator, root: Path) -> Injection:
 def ray_node(world: World, rng: np.random.Generator, root: Path) -> Injection:
     """The only node of a Ray cluster is killed: the run ends with one clear line, and the next one makes good."""
     pid = world.victims.start(order(world, root, backend="ray"))
-    _until(lambda: bool(_named(pid, "ray::")) or state(pid) in ("Z", ""), "no actor begins")
+    _until(lambda: bool(_named(pid, ACTOR)) or state(pid) in ("Z", ""), "no actor begins")
     time.sleep(float(rng.uniform(0.0, 5.0)))
-    nodes = _named(pid, "raylet/raylet")
+    nodes, below = _named(pid, NODE), descendants(pid)
     for node in nodes:
         os.kill(node, signal.SIGKILL)
     done = world.victims.wait(pid)
-    must(not (left := ended_soon(pid)), f"processes {left} outlived their run")
+    must(not (left := ended_soon(below)), f"processes {left} outlived their run")
     must(done.code in (0, 1, 2), f"the run ended with {done.code}: {done.log[-3000:]}")
     must("Traceback" not in done.log, f"no one clear line: {done.log[-3000:]}")
     must(not (wrong := half_done(root)), f"after the kill: {wrong}")
@@ -161,9 +164,12 @@ def _named(pid: int, part: str) -> list[int]:
     return [child for child in descendants(pid) if part in command(child)]
 
 
-def _kill_some(pid: int, rng: np.random.Generator, part: str, most: int) -> int:
-    """Kill up to `most` processes below `pid` whose command has `part`, each at a random moment after it was seen."""
-    kills = 0
+def _kill_some(pid: int, rng: np.random.Generator, part: str, most: int) -> tuple[int, list[int]]:
+    """Kill up to `most` processes below `pid` whose command has `part`, each at a random moment after it was seen.
+
+    How many were killed, and all that was below `pid` the last time that one was.
+    """
+    kills, below = 0, descendants(pid)
     until = time.monotonic() + _PATIENCE_SECONDS
     while kills < most and time.monotonic() < until and state(pid) not in ("Z", ""):
         found = _named(pid, part)
@@ -171,10 +177,11 @@ def _kill_some(pid: int, rng: np.random.Generator, part: str, most: int) -> int:
             time.sleep(float(rng.uniform(0.0, 3.0)))
             victim = found[int(rng.integers(len(found)))]
             if state(victim) not in ("Z", "") and part in command(victim):
+                below = descendants(pid)
                 os.kill(victim, signal.SIGKILL)
                 kills += 1
         time.sleep(0.05)
-    return kills
+    return kills, below
 
 
 def _until(true: Callable[[], bool], why: str) -> None:

@@ -132,23 +132,10 @@ def command(pid: int) -> str:
         return ""
 
 
-def session(leader: int) -> list[int]:
-    """The processes of a session that live, but for those that nobody has waited for."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text("utf-8").rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
-
-
-def ended_soon(leader: int, seconds: float = 20.0) -> list[int]:
-    """The processes of a session that still live after some seconds: orphans."""
+def ended_soon(processes: list[int], seconds: float = 30.0) -> list[int]:
+    """Which of these processes still live after some seconds."""
     until = time.monotonic() + seconds
-    while (left := session(leader)) and time.monotonic() < until:
+    while (left := [pid for pid in processes if state(pid) not in ("", "Z")]) and time.monotonic() < until:
         time.sleep(0.1)
     return left
 

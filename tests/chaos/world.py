@@ -147,9 +147,12 @@ class World:
             self.asked_of_store = weather.asked - before
         return fitted
 
+    def cache_of(self, store: Path) -> Path:
+        return store.with_name(f"{store.name}_cache")
+
     def settings_at(self, store: Path) -> Settings:
         """Of a root on a store, the source being a plain folder; its cache lies beside the folder behind it."""
-        cache = store.with_name(f"{store.name}_cache")
+        cache = self.cache_of(store)
         root = f"{PROTOCOL}://{store}"
         return settings_for(self.source, root, self.labels, "compute.processes=1", f"storage.cache={cache}")  # type: ignore[arg-type]
 
