@@ -56,7 +56,6 @@ from dagster_datamask.stages import (
 from dagster_datamask.stages.base import STAGES, Outcome, Run, fingerprints, finish
 
 SIZES = (10_000, 100_000, 1_000_000)
-FIGURE = Path(__file__).parents[1] / "docs/figures/scale.png"
 # written here and not by the stage: no part of what is judged
 GIVEN = ("kmeans_centroids", "e5_embeddings")
 MOST_EXPONENT, MOST_MEMORY, MOST_SECONDS = 1.1, 1.2, 60.0
