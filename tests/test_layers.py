@@ -12,7 +12,7 @@ import dagster_datamask
 PACKAGE = Path(dagster_datamask.__file__).parent
 PURE = (
     *("selection", "influence", "scoring", "cleaning", "shards", "reporting"),
-    *("stages", "demo", "settings", "keyed", "accelerator"),
+    *("stages", "demo", "settings", "keyed", "accelerator", "compute"),
 )
 
 
@@ -57,17 +57,19 @@ def test_pure_code_loads_no_dagster() -> None:
     [
         ("keyed", ()),
         ("accelerator", ()),
-        ("selection", ("keyed", "accelerator", "shards", "selection")),
+        ("compute", ("compute",)),
+        ("selection", ("keyed", "accelerator", "compute", "shards", "selection")),
         ("scoring", ("keyed", "accelerator", "scoring")),
         ("influence", ("keyed", "accelerator", "scoring", "selection", "shards", "influence")),
         ("cleaning", ("keyed", "shards", "cleaning")),
         ("reporting", ("reporting",)),
-        ("shards", ("keyed", "redaction", "shards")),
+        ("shards", ("keyed", "redaction", "compute", "shards")),
         (
             "stages",
             (
                 "keyed",
                 "accelerator",
+                "compute",
                 "settings",
                 "selection",
                 "influence",
