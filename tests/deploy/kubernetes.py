@@ -1,4 +1,5 @@
-"""A Kubernetes on loopback, as far as Dagster talks to one: its jobs, whose pods are processes of this machine.
+"""A Kubernetes on loopback, as far as Dagster talks to one: its jobs, whose pods are processes of this machine, and the
+clusters of KubeRay, each a Ray head.
 
 What arrives over HTTP is checked, unknown fields included, against Kubernetes' own schema; then the container's command
 runs here with the container's environment. Images, volumes, nodes and secrets are not.
@@ -8,8 +9,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +21,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.e2e.conftest import free_port
 
 validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the extra dev")
 # the oldest that is still supported by somebody and the newest that the schemas are there for
@@ -32,10 +37,18 @@ def check(*manifests: Mapping[str, Any]) -> None:
 
 
 class Cluster:
-    """`jobs` are the manifests in the order in which they came; `kubeconfig` is the file to reach it with."""
+    """`jobs` and `rays` are the manifests in the order in which they came, `deleted` the names of what was deleted;
+    `kubeconfig` is the file to reach it with.
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], *, runs: bool) -> None:
+    ray_client: the port at which Ray's head lets clients in.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], *, runs: bool, ray_client: int = 0) -> None:
         self.jobs: list[dict[str, Any]] = []
+        self.rays: list[dict[str, Any]] = []
+        self.deleted: list[str] = []
+        self._ray_folders = contextlib.ExitStack()
+        self._ray_client = ray_client
         self._folder, self._environment, self._runs = folder, dict(environment), runs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         cluster = self
@@ -44,18 +57,25 @@ class Cluster:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 try:
-                    self._answer(201, cluster._create(json.loads(body)))
+                    make = cluster._bring_up if self.path.endswith("/rayclusters") else cluster._create
+                    self._answer(201, make(json.loads(body)))
                 except Exception as error:
                     # its text reaches the test through Dagster's own error
                     self._answer(422, {"kind": "Status", "status": "Failure", "message": str(error)})
 
             def do_GET(self) -> None:
                 parts = self.path.partition("?")[0].split("/")
-                if "jobs" in parts:
-                    found = cluster._status(parts[parts.index("jobs") + 1])
+                if "jobs" in parts or "rayclusters" in parts:
+                    kind = "jobs" if "jobs" in parts else "rayclusters"
+                    status = cluster._status if kind == "jobs" else cluster._state
+                    found = status(parts[parts.index(kind) + 1])
                     self._answer(200, found) if found else self._answer(404, {"kind": "Status", "code": 404})
                 else:
                     self._answer(200, {"kind": "PodList", "apiVersion": "v1", "items": []})
+
+            def do_DELETE(self) -> None:
+                cluster._end(self.path.partition("?")[0].rpartition("/")[2])
+                self._answer(200, {"kind": "Status", "status": "Success"})
 
             def _answer(self, status: int, body: Mapping[str, Any]) -> None:
                 text = json.dumps(body).encode()
@@ -112,6 +132,39 @@ class Cluster:
         job = next(job for job in self.jobs if job["metadata"]["name"] == name)
         return {**job, "status": status}
 
+    def _bring_up(self, ray: dict[str, Any]) -> dict[str, Any]:
+        """A cluster's head, with two cores in the place of the workers that it would have."""
+        for group in (ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]):
+            check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **group["template"]})
+        self.rays.append(ray)
+        name = ray["metadata"]["name"]
+        command = ["ray", "start", "--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
+        command += ["--node-ip-address=127.0.0.1", f"--ray-client-server-port={self._ray_client}"]
+        # beside other Rays of this machine; sockets lie below the folder, and a socket's path is short
+        folder = self._ray_folders.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+        command += [f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder}"]
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                command, env={**os.environ, **self._environment}, stdout=log, stderr=subprocess.STDOUT
+            )
+        return ray
+
+    def _state(self, name: str) -> dict[str, Any] | None:
+        process = self._processes.get(name)
+        if process is None or process.poll() is not None:
+            return None
+        with socket.socket() as probe:
+            ready = probe.connect_ex(("127.0.0.1", self._ray_client)) == 0
+        head = {"serviceIP": "127.0.0.1", "serviceName": f"{name}-head-svc"}
+        status = {"state": "ready", "endpoints": {"dashboard": "8265"}, "head": head} if ready else {"state": "pending"}
+        return {"metadata": {"name": name}, "status": status}
+
+    def _end(self, name: str) -> None:
+        self.deleted.append(name)
+        # Ray ends what it started when it is asked to
+        self._processes[name].terminate()
+        self._processes.pop(name).wait(60)
+
     def pod_of(self, label: str, value: str) -> dict[str, Any]:
         """The pod of the one job whose pods have a label."""
         (found,) = (
@@ -137,10 +190,15 @@ class Cluster:
         finally:
             self._server.shutdown()
             self._server.server_close()
-            for process in self._processes.values():
+            for name, process in self._processes.items():
+                if name in {ray["metadata"]["name"] for ray in self.rays}:
+                    process.terminate()
+                    process.wait(60)
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait(10)
+            self._ray_folders.close()
 
 
 def with_venv() -> str:
