@@ -526,9 +526,9 @@ def encoder_of_nan(world: World, rng: np.random.Generator, root: Path) -> Inject
     bad = counts.get("bad_embedding:non_finite", 0)
     scored = json.loads((root / "edu_scores" / SNAPSHOT / "current.json").read_text("utf-8"))["counts"]
     must(bad + scored.get("non_finite", 0) > 0, f"{rows[0]} rows of NaN are counted nowhere: {counts}, {scored}")
-    # what was made by a device that errs is for a person to remove
-    for asset in ("e5_embeddings", "edu_scores"):
-        shutil.rmtree(root / asset / SNAPSHOT)
+    # what a device that errs has made, and all that was made of it, is for a person to remove
+    for made in root.glob(f"*/{SNAPSHOT}"):
+        shutil.rmtree(made)
     again = run(settings, whole=False)
     must(again.success, f"the run after it failed: {again.told}")
     prove(root, world.expected, "after its results were removed and the run that followed,", whole=False)
@@ -544,7 +544,11 @@ def clock_of_sensor(world: World, rng: np.random.Generator, root: Path) -> Injec
     now, hours = [1e9], float(rng.uniform(-48, 48))
     clock = mock.Mock(time=lambda: now[0], monotonic=lambda: 0.0)
     cursor, asked, ticks = None, [], 0
-    with dg.DagsterInstance.ephemeral() as instance, mock.patch.object(new_shards, "time", clock):
+    with (
+        dg.DagsterInstance.ephemeral() as instance,
+        mock.patch.object(new_shards, "time", clock),
+        mock.patch.dict(os.environ, DAGSTER_HOME=str(world.folder)),
+    ):
         for tick in range(6):
             context = dg.build_sensor_context(instance=instance, cursor=cursor)
             result = sensor(context, storage=StorageResource.from_settings(settings))
