@@ -465,7 +465,8 @@ class Lease:
         if self._renewing is not None:
             self._renewing.join()
         if not self._lost.is_set():
-            with suppress(OSError):
+            # what cannot be given back is taken over, and what is published stays so
+            with suppress(Exception):
                 self._remote.write(f"{self._folder}/{self._number}", self._body(released=True))
                 # lower numbers say nothing any more
                 self._remote.remove(f"{self._folder}/{n}" for n in self._numbers() if n < self._number)
@@ -489,8 +490,8 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._remote.times.renew):
-            # a store that does not answer is asked again at the next turn; `check` decides
-            with suppress(OSError):
+            # a store that does not answer is asked again at the next turn, whatever its client calls that
+            with suppress(Exception):
                 if self._highest() != self._number:
                     self._lost.set()
                     return
@@ -943,7 +944,7 @@ class RemoteGeneration(Generation):
         top = self.folder / name
         paths = [top] if top.is_file() else [path for path in sorted(top.rglob("*")) if path.is_file()]
         names = (path.relative_to(self.folder).as_posix() for path in paths)
-        return [n for n in names if not n.startswith((LEASE, INPUTS, WORK, _RECEIPTS)) and not n.endswith(DONE)]
+        return [n for n in names if not n.startswith(".") and "/." not in n and not n.endswith(DONE)]
 
     def _upload_others(self, names: Iterable[str]) -> bool:
         """Upload those files that the store has not, or not as they are; whether there were any."""

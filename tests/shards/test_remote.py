@@ -191,14 +191,26 @@ def test_another_machine_reads_what_was_published_and_may_lose_its_cache(url: st
 
 
 def test_what_one_machine_did_another_does_not_do_again(url: str, machine: Machine) -> None:
-    work = Work("x", "y", "z")
+    names = ["x", "a[1]*?", "é %20+&=", "..z"]
+    work = Work(*names)
     first, second = work(machine(url)), work(machine(url))
-    assert work.computed == ["x", "y", "z"]
-    assert (second.fingerprint, second.counts, second.record("z")) == (
-        first.fingerprint,
-        first.counts,
-        first.record("z"),
-    )
+    assert work.computed == names
+    assert (second.fingerprint, second.counts) == (first.fingerprint, first.counts)
+    for name in names:
+        assert second.record(name) == first.record(name)
+        assert second.path(name).read_bytes() == first.path(name).read_bytes()
+
+
+def test_a_folder_that_is_copied_into_a_bucket_is_done_there(url: str, machine: Machine, tmp_path: Path) -> None:
+    work = Work("x", "y")
+    there: Any = machine(url)
+    first = work(Store(tmp_path / "root"))
+    for path in (tmp_path / "root").rglob("*"):
+        if path.is_file() and path.name != ".lease":
+            there.remote.write(path.relative_to(tmp_path / "root").as_posix(), path.read_bytes())
+    assert there.current("a", "S").path("x").read_bytes() == first.path("x").read_bytes()
+    assert work(there).record("y") == first.record("y")
+    assert work.computed == ["x", "y"]
 
 
 def test_fifty_shards_that_are_done_cost_no_more_requests_than_one(s3: S3Server, machine: Machine) -> None:
@@ -509,6 +521,32 @@ def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
         write(generation, "s", 1)
     waiter.join(60)
     assert got == ["held"]
+
+
+def test_a_lease_outlives_a_store_that_does_not_answer_for_a_while(
+    faulty: type[Faulty], machine: Machine, tmp_path: Path
+) -> None:
+    class EndpointConnectionError(Exception):
+        """As botocore's, which is no OSError."""
+
+    def fails(real, path, *more, **options):
+        raise EndpointConnectionError
+
+    store: Any = open_store("faulty://root", str(tmp_path), Times(0.02, 30.0, 0.02))
+    with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+        name = f"{generation.name}/.leases/1"
+        faulty.faults["pipe_file"] = fails
+        time.sleep(0.2)
+        before = store.remote.read(name)
+        del faulty.faults["pipe_file"]
+        while store.remote.read(name) == before:
+            time.sleep(0.01)
+        write(generation, "x", 1)
+        faulty.faults["pipe_file"] = fails
+    faulty.faults.clear()
+    # not given back, as it could not be: a run of this machine need not wait
+    with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+        assert generation.record("x", ".parquet") is not None
 
 
 def test_numbers_of_leases_rise_and_old_ones_go(url: str, machine: Machine) -> None:
