@@ -142,7 +142,9 @@ class RayCluster:
     @contextmanager
     def _pool(self, worker: Callable[[], Callable[[Any, Told], Any]], requests: Requests) -> Iterator["_Pool"]:
         ray = self._connected()
-        if not self.address:
+        # a Ray that was started here
+        here = self._folder is not None
+        if here:
             # the whole machine is the most that a worker of one machine can have
             requests = Requests(min(requests.cpus, self._cores), requests.gpus, requests.memory_gb)
         pool = _Pool(
@@ -151,7 +153,7 @@ class RayCluster:
             requests,
             threads=self._threads or max(1, int(requests.cpus)),
             token=self._token,
-            elsewhere=bool(self.address),
+            elsewhere=not here,
             log=self.log,
         )
         try:

@@ -14,20 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
 import pytest
 
 from dagster_datamask.compute.cluster import RayCluster
+from dagster_datamask.settings import SettingsError
 from dagster_datamask.stages.base import Run
+from tests.assets.conftest import execute, materialised
 from tests.compute.conftest import NODE
 from tests.compute.places import Placed
 from tests.compute.test_places import BESIDE, published
 from tests.conftest import SNAPSHOTS
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_shard
 
-pytest.importorskip("ray", reason="the extra ray is not installed")
+ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = pytest.mark.slow
 
-STAGES = ("text_duplicates", *SNAPSHOT_STAGES, *BESIDE[2:4])
+STAGES = tuple(dict.fromkeys(("raw_shards", "text_duplicates", *SNAPSHOT_STAGES, *BESIDE[2:4])))
 
 
 @pytest.fixture
@@ -102,6 +105,44 @@ def test_a_node_that_is_lost_in_the_middle_of_a_stage_leaves_no_trace_in_its_byt
     assert {path: content for path, content in found.items() if not path.startswith(".shared-")} == expected
 
 
+def test_a_cluster_that_dagster_ray_brings_up_is_the_runs(
+    cluster: Any, small_source: Path, labels: Path, fitted_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LocalRay is here what KubeRay's resources are on Kubernetes: it connects before a run and leaves after it."""
+    from dagster_ray import LocalRay
+
+    from dagster_datamask.resources.ray_of_the_run import RayOfTheRun
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    root = tmp_path / "root"
+    shutil.copytree(fitted_root, root)
+    settings = settings_for(small_source, root, labels, "compute.backend=ray", "compute.ray_address=auto")
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = execute(
+            settings,
+            instance,
+            "score",
+            SNAPSHOTS[0],
+            only=["raw_shards", "dclm_scores"],
+            compute=RayOfTheRun.of(settings, LocalRay(ray_init_options={"log_to_driver": False})),
+        )
+    assert result.success
+    assert materialised(result) == {"raw_shards", "dclm_scores"}
+    assert not ray.is_initialized() and not list(root.glob(".shared-*"))
+
+
+def test_a_cluster_of_the_run_is_no_other(labels: Path) -> None:
+    from dagster_ray import LocalRay
+
+    from dagster_datamask.resources.ray_of_the_run import RayOfTheRun
+
+    settings = settings_for(
+        Path("source"), Path("root"), labels, "compute.backend=ray", "compute.ray_address=ray://h:1"
+    )
+    with pytest.raises(SettingsError, match=r"ray_address = 'ray://h:1', but a cluster is brought up for each"):
+        RayOfTheRun.of(settings, LocalRay())
+
+
 _ASK = """
 import sys, time
 from dagster_datamask.compute.cluster import RayCluster
@@ -138,7 +179,7 @@ def test_memory_that_runs_out_ends_with_the_remedy() -> None:
     """Ray's own monitor ends every worker on a node that it takes for full."""
     told = _asked("", RAY_memory_usage_threshold="0.001")
     why = "ended by Ray as its node ran out of memory; raise memory_gb in compute.requests"
-    assert [line for line in told if line.startswith("lost ")][0].endswith(f"({why})")
+    assert next(line for line in told if line.startswith("lost ")).endswith(f"({why})")
     assert re.fullmatch(
         rf"ClusterUnavailable: \d+ workers on Ray were lost one after another, and no item was done between; the last: "
         rf"{why} ",
@@ -152,9 +193,9 @@ def test_a_cluster_with_another_token_refuses(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     mode = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": tempfile.mkdtemp(dir="/tmp")}
+    options = ("--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false")
     head = subprocess.Popen(
-        [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=1"]
-        + ["--include-dashboard=false", "--object-store-memory=80000000", "--ray-client-server-port=0"],
+        [Path(sys.executable).with_name("ray"), "start", *options, "--object-store-memory=80000000"],
         env=os.environ | mode | {"RAY_AUTH_TOKEN": "a" * 64, "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
