@@ -74,7 +74,7 @@ def main() -> int:
     asked = parser.parse_args()
     if unknown := set(asked.kind or ()) - KINDS.keys():
         parser.error(f"--kind {unknown.pop()!r} is none of: {', '.join(KINDS)}")
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, width=160)
     if asked.seed is None and asked.kind is None:
         entries = whole(asked.log.absolute(), console)
     else:

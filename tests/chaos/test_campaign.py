@@ -16,7 +16,7 @@ from tests.chaos.world import ROWS, World, broken, different, half_done, publish
 
 # at least so many faults, of which so many SIGKILLs
 FAULTS, SIGKILLS = 100, 30
-CONSOLE = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+CONSOLE = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, width=160)
 
 
 @pytest.fixture(scope="module")
