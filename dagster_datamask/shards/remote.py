@@ -199,9 +199,16 @@ class Remote:
             return list(pool.map(do, names))
 
     def write(self, name: str, value: bytes) -> None:
-        """Put a small object, whole, in the place of an earlier one."""
+        """Put a small object in the place of an earlier one, and prove that the store has the whole of it.
+
+        Raises OSError where on every try it has not.
+        """
         self._make_folder(name)
-        self.fs.pipe_file(self.at(name), value)
+        for _ in range(_ATTEMPTS):
+            self.fs.pipe_file(self.at(name), value)
+            if (size := int(self.fs.info(self.at(name))["size"])) == len(value):
+                return
+        raise OSError(f"{self.url}/{name}: the store has {size:,} of the {len(value):,} bytes that were written")
 
     def create(self, name: str, value: bytes) -> bool:
         """Put an object that is not there yet; False where one is, be it another's or of this very call's first try."""

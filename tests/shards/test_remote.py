@@ -317,6 +317,29 @@ def test_an_upload_that_is_cut_off_is_no_upload(faulty: type[Faulty], machine: M
         assert not [name for name in objects(machine("faulty://root")) if name.endswith(".done.json")]
 
 
+@pytest.mark.parametrize("what", [".done.json", ".listing.json", "current.json"])
+@pytest.mark.parametrize("times", [2, 99])
+def test_a_small_object_that_is_cut_off_is_written_again(
+    faulty: type[Faulty], machine: Machine, what: str, times: int
+) -> None:
+    left = [times]
+
+    def cut(real, path, value, mode="overwrite"):
+        spoilt = path.endswith(what) and left[0] > 0
+        left[0] -= spoilt
+        real(path, value[:-9] if spoilt else value, mode=mode)
+
+    faulty.faults["pipe_file"] = cut
+    work = Work("x")
+    if times > 2:
+        with pytest.raises(OSError, match=r"of the .* bytes that were written") as caught:
+            work(machine("faulty://root"))
+        assert is_transient(caught.value)
+        faulty.faults.clear()
+    assert work(machine("faulty://root")).rows == 1
+    assert work.computed == ["x"] * (2 if (what, times) == (".done.json", 99) else 1)
+
+
 def test_an_upload_of_the_right_size_and_other_bytes_is_no_upload(faulty: type[Faulty], machine: Machine) -> None:
     def other(real, path, lpath):
         spoilt = Path(lpath).with_name(".spoilt")
