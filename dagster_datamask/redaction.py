@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # names of a URL's parameters that are credentials, in the spelling of any store
-_PARAMETER = r"[\w.%-]*(?:secret|passw|token|credential|signature|key)[\w.%-]*|sig|auth[\w.%-]*"
+_PARAMETER = r"[\w.%-]*(?:secret|passw|token|credential|signature)[\w.%-]*|[\w.%-]*key|sig|auth|authorization"
 _PARAMETERS = re.compile(rf"(?<=[?&;])({_PARAMETER})=[^&;\s\"'<>]+", re.IGNORECASE)
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+(?=@)")
 _BEARER = re.compile(r"\b(Bearer|Basic) [\w.~+/=-]{8,}", re.IGNORECASE)
