@@ -29,7 +29,7 @@ def test_without_ray_in_the_settings_it_says_so(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DATAMASK_CONFIG", str(write_config(project.settings, tmp_path / "datamask.toml")))
-    with pytest.raises(ValueError, match=r'needs compute\.backend = "ray"'):
+    with pytest.raises(ValueError, match=r"compute\.backend = 'local' .* set them to 'ray' and 'auto'"):
         runpy.run_path(str(FILE))
 
 
@@ -55,7 +55,9 @@ with dg.DagsterInstance.ephemeral() as instance:
 @pytest.mark.slow
 def test_a_run_has_a_cluster_of_its_own(project: Project, tmp_path: Path) -> None:
     here = project.stage("raw_shards", SNAPSHOTS[0]).published
-    other = project.with_settings(**{"compute.backend": "ray", "storage.root": str(tmp_path / "other")})
+    other = project.with_settings(
+        **{"compute.backend": "ray", "compute.ray_address": "auto", "storage.root": str(tmp_path / "other")}
+    )
     environment = {
         "PATH": with_venv(),
         "RAY_AUTH_MODE": "token",
