@@ -4,6 +4,7 @@ Ray places the actors, asks for nodes where it scales, and tells of what is lost
 only we know which of its items may have ended it. Not here: machines, images and tokens, which are the cluster's.
 """
 
+import fcntl
 import logging
 import os
 import pickle
@@ -43,6 +44,7 @@ NODE_TRIES = 10
 # what each worker has: the item that it works on, and the next
 _AT_HAND = 2
 _OBJECT_STORE_BYTES = 80 * 2**20
+_TOKEN = ".shared-"
 _DONE, _FAILED, _STOPPED = "done", "failed", "stopped"
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_BETWEEN_COUNTS = 5.0
@@ -88,7 +90,7 @@ class RayCluster:
         self._threads = threads
         self._cores = processes or len(os.sched_getaffinity(0))
         self._shared = shared
-        self._token: Path | None = None
+        self._token: _Token | None = None
         self._ours = False
         self._folder: Path | None = None
 
@@ -120,7 +122,7 @@ class RayCluster:
     def close(self) -> None:
         """Disconnect; end what was started here."""
         if self._token is not None:
-            self._token.unlink(missing_ok=True)
+            self._token.remove()
             self._token = None
         if self._ours:
             _ray().shutdown()
@@ -152,7 +154,7 @@ class RayCluster:
             cloudpickle.dumps(worker),
             requests,
             threads=self._threads or max(1, int(requests.cpus)),
-            token=self._token,
+            token=None if self._token is None else self._token.path,
             elsewhere=not here,
             log=self.log,
         )
@@ -167,9 +169,7 @@ class RayCluster:
             self._connect(ray)
             self._ours = True
         if self._shared is not None and self._token is None:
-            self._shared.mkdir(parents=True, exist_ok=True)
-            self._token = self._shared / f".shared-{secrets.token_hex(8)}"
-            self._token.touch()
+            self._token = _Token(self._shared)
         return ray
 
     def _connect(self, ray: Any) -> None:
@@ -222,6 +222,35 @@ class RayCluster:
             else "see compute.ray_address for a cluster that is running already"
         )
         return ClusterUnavailable(f"{at} cannot be had: {line}; {remedy}")
+
+
+class _Token:
+    """A file by which a worker knows a folder for the one of this process, locked while that lives."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_TOKEN}*"):
+            _remove_if_left(left)
+        self.path = folder / f"{_TOKEN}{secrets.token_hex(8)}"
+        # locked before it has the name by which others look whether it was left
+        new = self.path.with_name(f".{self.path.name}.tmp")
+        self._handle = os.open(new, os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(self._handle, fcntl.LOCK_EX)
+        new.rename(self.path)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+        os.close(self._handle)
+
+
+def _remove_if_left(token: Path) -> None:
+    try:
+        with token.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            token.unlink()
+    except (FileNotFoundError, BlockingIOError):
+        # gone meanwhile, or of a run that lives
+        return
 
 
 @dataclass
@@ -444,6 +473,8 @@ class _Pool:
         # results first, so that none waits behind a question
         questions = {worker.asked: worker for worker in self._workers if worker.asked is not None and not worker.probe}
         refs = [*of, *questions]
+        if not refs:
+            return
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=_SECONDS_BETWEEN_LOOKS)
         for ref in ready:
             worker = of.get(ref) or questions[ref]

@@ -359,8 +359,17 @@ def test_a_folder_that_workers_do_not_see_is_named(
     monkeypatch.setattr(module, "_SECONDS_TO_SEE", 0.2)
     connected.workers  # noqa: B018
     place = RayCluster(cluster.address, shared=tmp_path / "root")
+    (tmp_path / "root").mkdir()
+    # what a killed run left
+    (tmp_path / "root" / ".shared-0123").touch()
     assert dict(place.each(_doing(lambda item, told: item), [0])) == {0: 0}
     (token,) = (tmp_path / "root").iterdir()
+    assert token.name != ".shared-0123"
+    # a second run on the root takes the token of the first for no left one
+    beside = RayCluster(cluster.address, shared=tmp_path / "root")
+    assert dict(beside.each(_doing(lambda item, told: item), [0])) == {0: 0}
+    assert len(list((tmp_path / "root").iterdir())) == 2
+    beside.close()
     # as on a node that has another disk at this path
     token.unlink()
     with pytest.raises(ClusterUnfit, match=rf"does not see {tmp_path}/root as this process does; mount that folder on"):
