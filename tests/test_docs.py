@@ -26,6 +26,8 @@ PAGES = (
     "ARCHITECTURE.md",
     "docs/own-data.md",
     "docs/cluster.md",
+    "docs/security.md",
+    "SECURITY.md",
     "docs/settings.md",
     "docs/selection.md",
     "docs/benchmarks.md",
