@@ -54,9 +54,9 @@ def png_markdown(png: bytes, alt: str) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A GitHub-flavoured Markdown table; numbers are right-aligned, and text reads as it is: what Markdown or HTML would
-    take for markup is escaped, for names of columns and hosts are whatever the web wrote.
+    """A GitHub-flavoured Markdown table; numbers are right-aligned, and text reads as it is.
 
+    What Markdown or HTML would take for markup is escaped: names of columns and hosts are whatever the web wrote.
     A column is right-aligned where every value present is a number. Raises KeyError naming the row and the column where
     a row lacks one.
     """
