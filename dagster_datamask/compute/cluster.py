@@ -15,6 +15,7 @@ import socket
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -197,18 +198,20 @@ class RayCluster:
                     **quiet,
                 )
         except Exception as error:
-            raise self._why_not(ray, error) from error
+            raise self._why_not(error) from error
         finally:
             # Ray's would exit where Dagster's ends a run in order
             if on_term is not None:
                 signal.signal(signal.SIGTERM, on_term)
 
-    def _why_not(self, ray: Any, error: Exception) -> Exception:
+    def _why_not(self, error: Exception) -> Exception:
         at = f"the Ray cluster at {self.address}" if self.address else "Ray on this machine"
         said = " ".join(str(error).split())
         # of a traceback from the other side, what it says at its end
         line = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
-        if isinstance(error, ray.exceptions.AuthenticationError) or "UNAUTHENTICATED" in said.upper():
+        # at times only the cause of a cause says so
+        whole = "".join(traceback.format_exception(error))
+        if any(word in whole for word in ("AuthenticationError", "InvalidAuthToken", "Unauthenticated")):
             return ClusterUnfit(
                 f"{at} refuses this process's token; set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with the "
                 "cluster's token, which `ray get-auth-token` prints on its head node (RAY_AUTH_MODE=disabled, where "
