@@ -11,7 +11,7 @@ HOME_OF_RUNS := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster_home)
 demo dev: export DAGSTER_HOME = $(HOME_OF_RUNS)
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-scoring bench-dagster bench-gpu bench-influence study-influence figures e2e e2e-smoke clean
+.PHONY: help demo dev test test-slow lint bench bench-selection bench-shards bench-scoring bench-dagster bench-gpu bench-influence bench-corpus-solver bench-compute bench-scale study-influence figures chaos audit lock e2e e2e-smoke clean
 
 help:
 	@echo "make demo            the main job on real text, in a few minutes; SOURCE=hf takes a piece of FineWeb"
@@ -25,6 +25,11 @@ help:
 	@echo "make bench-gpu       a million documents on a CUDA device"
 	@echo "make bench-influence rollouts and group selection by influence, beside plain loops and bounds"
 	@echo "make study-influence the claims of Group-MATES at small scale, and docs/influence-study.md: 20 minutes"
+	@echo "make bench-corpus-solver  the certified solver over a million documents in shards"
+	@echo "make bench-compute   processes and Ray beside each other on the same work"
+	@echo "make bench-scale     every stage at 10,000, 100,000 and a million documents; ARGS=--help"
+	@echo "make chaos           a hundred faults and kills injected into real runs, and their re-runs compared"
+	@echo "make audit           known advisories about the locked dependencies; make lock renews the lock"
 	@echo "make figures         the pictures of docs/selection.md, drawn again"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -107,11 +112,36 @@ bench-influence: $(STAMP)
 	$(BIN)/python -m benchmarks.rollouts --out .benchmarks/influence.json
 	$(BIN)/python -m benchmarks.group_selection --out .benchmarks/influence.json
 
+bench-corpus-solver: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.corpus_solver --out .benchmarks/corpus_solver.json $(ARGS)
+
+bench-compute: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.compute --out .benchmarks/compute.json $(ARGS)
+
+bench-scale: $(STAMP)
+	@mkdir -p .benchmarks
+	$(BIN)/python -m benchmarks.scale --out .benchmarks/scale.json $(ARGS)
+
 study-influence: $(STAMP)
 	$(BIN)/python -m benchmarks.influence_study $(ARGS)
 
 figures: $(STAMP)
 	$(BIN)/python -m benchmarks.figures
+
+# faults injected on purpose into real runs; one again: ARGS='--seed N'
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+# the dependencies' lock, against advisories where these can be had
+audit: $(STAMP)
+	$(BIN)/python -m tests.audit
+
+lock: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile pyproject.toml --extra s3 --extra ray --extra k8s --extra postgres -c constraints.txt \
+	  --generate-hashes --universal --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 
 clean:
 	rm -rf .demo .dagster_home .benchmarks .e2e
