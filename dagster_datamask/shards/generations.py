@@ -227,21 +227,14 @@ class Store:
 
     def _remove_if_spare(self, folder: Path) -> bool:
         """Remove a generation unless a run holds it or, since the list was made, something has come to need it."""
-        handle = os.open(folder / LEASE, os.O_RDWR)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        else:
-            if folder.name in self._wanted():
+        with lease_if_free(folder) as free:
+            if not free or folder.name in self._wanted():
                 return False
             # renamed first: a gc killed midway must not leave half a generation under its name
             trash = folder.with_name(f"{_TRASH}{folder.name}")
             folder.rename(trash)
             shutil.rmtree(trash)
             return True
-        finally:
-            os.close(handle)
 
 
 @dataclass
@@ -419,14 +412,23 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def is_held(lease: Path) -> bool:
-    """Whether a process of this machine holds the lease of the file's folder."""
-    handle = os.open(lease, os.O_RDWR)
+@contextmanager
+def lease_if_free(folder: Path) -> Iterator[bool]:
+    """Hold the lease of a folder if no process of this machine does; whether it is held so."""
+    handle = os.open(folder / LEASE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
+        free = False
     else:
-        return False
+        free = True
+    try:
+        yield free
     finally:
         os.close(handle)
+
+
+def is_held(lease: Path) -> bool:
+    """Whether a process of this machine holds the lease of the file's folder."""
+    with lease_if_free(lease.parent) as free:
+        return not free

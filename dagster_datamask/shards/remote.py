@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -46,6 +46,7 @@ from dagster_datamask.shards.generations import (
     file_lease,
     fingerprint_of,
     is_held,
+    lease_if_free,
     record_of,
 )
 from dagster_datamask.shards.schemas import InconsistentFiles
@@ -61,6 +62,8 @@ _ATTEMPTS = 3
 _STALE_SECONDS = 24 * 3600
 # requests that are under way at a time
 _AT_ONCE = 16
+# objects that gc removes before it asks again whether it may
+_BETWEEN_CHECKS = 256
 # of an upload in parts; an S3 ETag can be told only where their size is known
 _PART_BYTES = 64 * 2**20
 _MOST_PARTS = 10_000
@@ -406,10 +409,12 @@ def _fetching(path: Path) -> Iterator[None]:
     """One thread of this process at a time fetches a file."""
     with _under_way_guard:
         lock = _under_way.setdefault(path, threading.Lock())
-    with lock:
-        yield
-    with _under_way_guard:
-        _under_way.pop(path, None)
+    try:
+        with lock:
+            yield
+    finally:
+        with _under_way_guard:
+            _under_way.pop(path, None)
 
 
 class Lease:
@@ -425,7 +430,7 @@ class Lease:
     def __init__(self, remote: Remote, folder: str, place: str) -> None:
         """place: names the local lock that is held with it: who holds that lock has outlived its earlier holder."""
         self._remote, self._folder, self._place = remote, f"{folder}/{_LEASES}", place
-        self._holder, self._number, self._count = uuid.uuid4().hex, 0, 0
+        self.holder, self._number, self._count = uuid.uuid4().hex, 0, 0
         self._ended = threading.Event()
         self._lost = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -448,29 +453,36 @@ class Lease:
                 waiting(f"another run is writing {place}; waiting for it")
                 told = True
             time.sleep(self._remote.times.look)
-        self._renewing = threading.Thread(target=self._renew, daemon=True, name="datamask-lease")
-        self._renewing.start()
+        self._keep()
 
-    def try_acquire(self) -> bool:
-        """Hold the lease if nobody does, without renewing it: for what is done at once."""
-        number = self._highest()
-        held = self._remote.read(f"{self._folder}/{number}") if number else None
-        return (held is None or _fact(held, "released") is True) and self._take(number + 1)
+    def acquire_as_seen(self, number: int, body: bytes) -> bool:
+        """Hold the lease if nobody has had it, nor renewed it, since its object `number` was read as `body`."""
+        if self._highest() != number or self._remote.read(f"{self._folder}/{number}") != body:
+            return False
+        if not self._take(number + 1):
+            return False
+        self._keep()
+        return True
 
     def check(self) -> None:
         """Raise LeaseLost where another run holds the lease now."""
-        if self._lost.is_set() or self._highest() != self._number:
+        if self._lost.is_set() or not holds(self._remote, self._folder, self._number, self.holder):
+            self._lost.set()
             raise lost(self._remote, self._folder)
 
     @property
     def number(self) -> int:
         return self._number
 
-    def release(self) -> None:
-        """Give the lease back, where it is still held."""
+    def stop(self) -> None:
+        """Renew the lease no more, and do not give it back."""
         self._ended.set()
         if self._renewing is not None:
             self._renewing.join()
+
+    def release(self) -> None:
+        """Give the lease back, where it is still held."""
+        self.stop()
         if not self._lost.is_set():
             # what cannot be given back is taken over, and what is published stays so
             with suppress(Exception):
@@ -495,18 +507,22 @@ class Lease:
             _creates_once.add(self._remote.url)
         return True
 
+    def _keep(self) -> None:
+        self._renewing = threading.Thread(target=self._renew, daemon=True, name="datamask-lease")
+        self._renewing.start()
+
     def _renew(self) -> None:
         while not self._ended.wait(self._remote.times.renew):
             # a store that does not answer is asked again at the next turn, whatever its client calls that
             with suppress(Exception):
-                if self._highest() != self._number:
+                if not holds(self._remote, self._folder, self._number, self.holder):
                     self._lost.set()
                     return
                 self._count += 1
                 self._remote.write(f"{self._folder}/{self._number}", self._body())
 
     def _body(self, released: bool = False) -> bytes:
-        return json_bytes({"holder": self._holder, "place": self._place, "count": self._count, "released": released})
+        return json_bytes({"holder": self.holder, "place": self._place, "count": self._count, "released": released})
 
     def _numbers(self) -> list[int]:
         return lease_numbers(self._remote, self._folder)
@@ -527,6 +543,19 @@ def lease_numbers(remote: Remote, folder: str) -> list[int]:
     return sorted(int(name) for entry in entries if (name := entry.rpartition("/")[2]).isdigit())
 
 
+def holds(remote: Remote, folder: str, number: int, holder: str) -> bool:
+    """Whether the lease object `number` is the highest and still `holder`'s: where gc has removed a generation,
+    numbers begin anew."""
+    if max(lease_numbers(remote, folder), default=0) != number:
+        return False
+    try:
+        told = remote.told(f"{folder}/{number}")
+    except InconsistentFiles:
+        # cut off on its way: the number says enough
+        return True
+    return told is not None and told.get("holder") == holder
+
+
 def lost(remote: Remote, folder: str) -> LeaseLost:
     place = f"{remote.url}/{folder.removesuffix('/' + _LEASES)}"
     return LeaseLost(f"another run has taken over {place}, as this one gave no sign of life; run it again")
@@ -537,6 +566,10 @@ def _fact(body: bytes, name: str) -> Any:
         return json.loads(body)[name]
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_released(lease: tuple[int, bytes] | None) -> bool:
+    return lease is not None and _fact(lease[1], "released") is True
 
 
 @dataclass(frozen=True)
@@ -692,7 +725,7 @@ class RemoteStore(Store):
                 remove_temps(folder)
                 generation = RemoteGeneration(
                     self, asset, snapshot, fingerprint, folder, code_version, dict(settings), dict(inputs),
-                    remote=self.remote, number=lease.number,
+                    remote=self.remote, number=lease.number, holder=lease.holder,
                 )  # fmt: skip
                 generation.begin()
                 yield generation
@@ -703,62 +736,95 @@ class RemoteStore(Store):
         """As of a folder; and what this machine's cache holds of generations that are gone goes with them."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, not {keep}")
-        there = _Everything.listed(self.remote)
-        spare = there.spare(keep, self._wanted_of(there))
+        there, leases, held = self._judged()
+        # after the leases: what was given back before they were read is published by now
+        reading = self._read_by(held)
+        wanted = self._published_and_made_from(there) | reading
         removed = []
-        if spare:
-            # held while it is looked again whether they are spare: nobody can come to write or publish one of them
-            held = {name: lease for name in spare if (lease := Lease(self.remote, name, "")).try_acquire()}
-            wanted = self._wanted_of(_Everything.listed(self.remote), held)
-            for name, lease in held.items():
-                if name.rpartition("/")[2] in wanted:
-                    lease.release()
-                    continue
+        for name in there.spare(keep, wanted):
+            lease = Lease(self.remote, name, "")
+            # whoever has begun it since, be it to publish it, has changed its lease
+            if name in held or not lease.acquire_as_seen(*leases[name]):
+                continue
+            with suppress(LeaseLost):
+                self._remove(name, lease)
                 removed.append((name, there.bytes_of(name)))
-                self._remove(name)
-        self._trim(there.generations.keys() - {name for name, _ in removed})
+        self._trim(reading)
         return removed
 
-    def _remove(self, name: str) -> None:
-        """Records first, leases last: what a killed gc leaves is a generation of which nothing counts as done."""
-        names = [f"{name}/{part}" for part in self.remote.names(name)]
-        leases = [part for part in names if f"/{_LEASES}/" in part]
-        records = [part for part in names if part.endswith((DONE, f"/{LISTING}"))]
-        for some in (records, sorted(set(names) - set(records) - set(leases)), leases):
-            self.remote.remove(some)
-
-    def _wanted_of(self, there: "_Everything", own: Container[str] = ()) -> set[str]:
-        """Fingerprints that a pointer names, a current generation was made from, or a running stage reads. `own`: the
-        generations that are held here."""
-        pointers = [told for told in self.remote.many(there.pointers).values() if told is not None]
-        wanted = {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
-        for inputs in self.remote.many(f"{name}/{INPUTS}" for name in self._held(there, own)).values():
-            wanted |= set((inputs or {}).values())
-        return wanted
-
-    def _held(self, there: "_Everything", own: Container[str]) -> list[str]:
-        """Generations whose lease was not given back and is renewed: a killed run's stands still."""
-
-        def bodies() -> dict[str, bytes | None]:
-            last = {
-                name: f"{name}/{_LEASES}/{max(numbers)}"
-                for name, numbers in there.generations.items()
-                if name not in own
-            }
-            return dict(zip(last, self.remote.each(self.remote.read, last.values()), strict=True))
-
-        before = {name: body for name, body in bodies().items() if body and _fact(body, "released") is not True}
-        if not before:
-            return []
+    def _judged(self) -> tuple["_Everything", dict[str, tuple[int, bytes]], set[str]]:
+        """What is there, the last lease of each generation, and whose was not given back and is renewed: a killed
+        run's, or a killed gc's, stands still."""
+        there = _Everything.listed(self.remote)
+        leases = self._last_leases(there)
+        unreleased = {name for name in there.generations if not _is_released(leases.get(name))}
+        if not unreleased:
+            return there, leases, set()
         time.sleep(self.remote.times.patience)
-        after = bodies()
-        return [name for name, body in before.items() if after.get(name) not in (None, body)]
+        before, there = leases, _Everything.listed(self.remote)
+        leases = self._last_leases(there)
+        held = {
+            name
+            for name in there.generations
+            if name not in leases or (not _is_released(leases[name]) and leases[name] != before.get(name))
+        }
+        return there, leases, held
 
-    def _trim(self, generations: set[str]) -> None:
-        """Remove from this machine's cache what the store has no more and no run here is writing."""
-        for lease in sorted(self.root.glob(f"**/{LEASE}")):
-            if lease.parent.relative_to(self.root).as_posix() not in generations and not is_held(lease):
-                shutil.rmtree(lease.parent, ignore_errors=True)
+    def _last_leases(self, there: "_Everything") -> dict[str, tuple[int, bytes]]:
+        """{generation: (number, body) of its highest lease}, without those that went meanwhile."""
+        numbers = {name: max(found) for name, found in there.generations.items()}
+        bodies = self.remote.each(self.remote.read, [f"{name}/{_LEASES}/{n}" for name, n in numbers.items()])
+        found = zip(numbers.items(), bodies, strict=True)
+        return {name: (number, body) for (name, number), body in found if body is not None}
+
+    def _remove(self, name: str, lease: Lease) -> None:
+        """Records first, leases last: what a killed gc leaves is a generation of which nothing counts as done.
+
+        Raises LeaseLost where another run has taken over from this gc.
+        """
+        try:
+            names = [f"{name}/{part}" for part in self.remote.names(name)]
+            leases = [part for part in names if f"/{_LEASES}/" in part]
+            records = [part for part in names if part.endswith((DONE, f"/{LISTING}"))]
+            for some in (records, sorted(set(names) - set(records) - set(leases))):
+                for k in range(0, len(some), _BETWEEN_CHECKS):
+                    lease.check()
+                    self.remote.remove(some[k : k + _BETWEEN_CHECKS])
+            lease.check()
+        except BaseException:
+            lease.release()
+            raise
+        lease.stop()
+        own = f"{name}/{_LEASES}/{lease.number}"
+        self.remote.remove(part for part in leases if part != own)
+        self.remote.remove([own])
+
+    def _published_and_made_from(self, there: "_Everything") -> set[str]:
+        """Fingerprints that a pointer names, or a current generation was made from. Raises InconsistentFiles."""
+        names = {*there.pointers, *(f"{name.rpartition('/')[0]}/{POINTER}" for name in there.generations)}
+        # one that cannot be read would leave its generation unprotected
+        pointers = [told for told in self.remote.each(self.remote.told, sorted(names)) if told is not None]
+        return {p["fingerprint"] for p in pointers} | {f for p in pointers for f in p["inputs"].values()}
+
+    def _read_by(self, generations: Iterable[str]) -> set[str]:
+        """Fingerprints that the runs of these generations read."""
+        inputs = self.remote.each(self.remote.told, [f"{name}/{INPUTS}" for name in sorted(generations)])
+        return {fingerprint for told in inputs for fingerprint in (told or {}).values()}
+
+    def _trim(self, reading: set[str]) -> None:
+        """Remove from this machine's cache what the store has no more, and no run writes here or reads."""
+        there = _Everything.listed(self.remote).generations.keys()
+        # a generation that was only read here has no lease of this machine
+        folders = sorted({path.parent for kept in (LEASE, _RECEIPTS) for path in self.root.glob(f"**/{kept}")})
+        names = {folder: folder.relative_to(self.root).as_posix() for folder in folders}
+        written = [name for folder, name in names.items() if (folder / LEASE).exists() and is_held(folder / LEASE)]
+        reading = reading | self._read_by(written)
+        for folder, name in names.items():
+            if name in there or folder.name in reading:
+                continue
+            with lease_if_free(folder) as free:
+                if free:
+                    shutil.rmtree(folder, ignore_errors=True)
         for temp in self.root.glob(f"{_INCOMING}/*"):
             if temp.stat().st_mtime < time.time() - _STALE_SECONDS:
                 shutil.rmtree(temp, ignore_errors=True)
@@ -824,11 +890,12 @@ class RemoteGeneration(Generation):
     """A generation being written: files in the cache, and whatever is done in the store.
 
     Workers get it by pickle and complete shards by themselves; the lease is held and renewed by who opened it, and
-    `number` is what they check before a record.
+    `number` and `holder` are what they check before a record.
     """
 
     remote: Remote = field(kw_only=True)
     number: int = field(kw_only=True)
+    holder: str = field(kw_only=True)
     _sizes: dict[str, int] | None = field(default=None, init=False, repr=False)
     _listing: _Listing | None = field(default=None, init=False, repr=False)
 
@@ -938,7 +1005,7 @@ class RemoteGeneration(Generation):
     def _check(self) -> None:
         """Raise LeaseLost where another run has taken over."""
         folder = f"{self.name}/{_LEASES}"
-        if max(lease_numbers(self.remote, folder), default=0) != self.number:
+        if not holds(self.remote, folder, self.number, self.holder):
             raise lost(self.remote, folder)
 
     def keep(self, *names: str) -> None:
