@@ -11,8 +11,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, overload
 
 import pyarrow as pa
@@ -54,6 +55,7 @@ def map_shards(
     compute: Compute = INLINE,
     requests: Requests = ONE_CORE,
     inline_below: int = 0,
+    apart: Callable[[], AbstractContextManager[Compute]] | None = None,
 ) -> list[ShardRecord]:
     """Completion records of all `shards`, computing those that are missing.
 
@@ -67,7 +69,10 @@ def map_shards(
     share there, and nothing of it comes back but the record. A worker builds `kernel` and schema on its first shard
     only, so a finished stage loads no model. `given()` is called here, before the first incomplete shard; what it
     returns is called with each of them, and its result handed to `read` as a second argument: what only this machine's
-    scratch tells. With fewer rows to do than `inline_below`, or no other shard, shards are done here.
+    scratch tells. With fewer rows than `inline_below`, be they done or not, or no other shard, shards are done here.
+
+    A shard that is done here and ends this process ends the run. The next one on this machine knows it by the mark that
+    is left, and, where `apart` opens a place for that, does such shards there first, so that Poisoned can tell of them.
 
     The error of a shard carries its name as a note. Raises Poisoned, naming shards, when all others are done.
     """
@@ -87,10 +92,14 @@ def map_shards(
     missing = [shard for shard in shards if shard not in records]
     if not missing:
         return [records[shard] for shard in shards]
-    # of several the last one missing may be one that ends its reader, so that alone is what it is among others
-    if inline_below and (len(shards) == 1 or total_rows - done < inline_below):
+    # not by what is left: the last one missing may be one that ends its reader
+    if inline_below and (len(shards) == 1 or total_rows < inline_below):
         compute = INLINE
+    here = isinstance(compute, Inline)
+    # an earlier run began it in its own process, and did not come to an end
+    suspect = [shard for shard in missing if here and apart is not None and _mark(generation, shard, ext).exists()]
     reached = dict.fromkeys(missing, 0)
+    lost: dict[str, str] = {}
 
     def told(task: _Task, rows: int) -> None:
         # what is told late is in the record already
@@ -98,22 +107,41 @@ def map_shards(
             reached[task.shard] = rows
         progress(done + sum(reached.values()), total_rows, task.shard)
 
+    def work_on(some: Sequence[str], place: Compute) -> None:
+        nonlocal done
+        inline = isinstance(place, Inline)
+        worker = _Worker(generation, read, kernel, schema, ext, source, group_rows, marks=inline and apart is not None)
+        try:
+            for task, record in place.each(worker, _Tasks(some, origins, gives), requests=requests, told=told):
+                del reached[task.shard]
+                records[task.shard] = record
+                done += record.rows_in
+                progress(done + sum(reached.values()), total_rows, task.shard)
+        except Poisoned as error:
+            lost.update({task.shard: why for task, why in error.why.items()})
+        finally:
+            # what lost workers left half-written; those of this call have ended
+            if not inline:
+                remove_temps(generation.folder)
+
     with _at(missing[0]):
-        tasks = _Tasks(missing, origins, None if given is None else given())
-    worker = _Worker(generation, read, kernel, schema, ext, source, group_rows)
-    try:
-        for task, record in compute.each(worker, tasks, requests=requests, told=told):
-            del reached[task.shard]
-            records[task.shard] = record
-            done += record.rows_in
-            progress(done + sum(reached.values()), total_rows, task.shard)
-    except Poisoned as error:
-        raise Poisoned({task.shard: why for task, why in error.why.items()}) from error
-    finally:
-        # what lost workers left half-written; those of this call have ended
-        if not isinstance(compute, Inline):
-            remove_temps(generation.folder)
+        gives = None if given is None else given()
+    if suspect and apart is not None:
+        # before this process holds a model of its own
+        with apart() as place:
+            work_on(suspect, place)
+        for shard in records.keys() & set(suspect):
+            _mark(generation, shard, ext).unlink()
+    if rest := [shard for shard in missing if shard not in suspect]:
+        work_on(rest, compute)
+    if lost:
+        raise Poisoned(lost)
     return [records[shard] for shard in shards]
+
+
+def _mark(generation: Generation, shard: str, ext: str) -> Path:
+    """What stands in the scratch of this machine while this process is at a shard."""
+    return generation.work / f".began-{shard}{ext}"
 
 
 @dataclass(frozen=True)
@@ -162,18 +190,32 @@ class _Worker:
     ext: str
     source: Callable[[str], Mapping[str, Any]]
     group_rows: int
+    # whether a mark stands while it is at a shard
+    marks: bool
 
     def __call__(self) -> Callable[[_Task, Told], ShardRecord]:
         built: list[tuple[Kernel, pa.Schema]] = []
 
         def work(task: _Task, told: Told) -> ShardRecord:
-            with _at(task.shard):
+            with _at(task.shard), self._marked(task.shard):
                 if not built:
                     run = self.kernel()
                     built.append((run, self.schema if isinstance(self.schema, pa.Schema) else self.schema()))
                 return self._done(task, told, *built[0])
 
         return work
+
+    @contextmanager
+    def _marked(self, shard: str) -> Iterator[None]:
+        if not self.marks:
+            yield
+            return
+        mark = _mark(self.generation, shard, self.ext)
+        mark.touch()
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _done(self, task: _Task, told: Told, run: Kernel, schema: pa.Schema) -> ShardRecord:
         shard, counts, rows_in = task.shard, Counter[str](), 0

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -189,37 +191,104 @@ def test_an_error_names_its_shard_and_leaves_no_half_file(tmp_path: Path, proces
 
 
 def test_a_shard_that_is_lost_thrice_is_named_when_all_others_are_done(tmp_path: Path, processes: Processes) -> None:
-    shards = {"x": [0], "bad": [1], "y": [2]}
+    shards, here = {"x": [0], "bad": [1], "y": [2]}, os.getpid()
 
     def read(shard: str) -> Iterator[int]:
         yield from shards[shard]
         if shard == "bad":
+            assert os.getpid() != here, "it would have ended this process"
             os.kill(os.getpid(), signal.SIGKILL)
 
     def kernel(k: int) -> tuple[pa.Table, int, dict[str, int]]:
         return pa.table({"k": [k]}, schema=SCHEMA), 1, {"all": 1}
 
     told: Told = []
-    with (
-        Store(tmp_path).generation("a", "S", code_version="1", settings={}, inputs={}) as generation,
-        pytest.raises(Poisoned) as caught,
-    ):
-        map_shards(
-            generation,
-            list(shards),
-            read,
-            lambda: kernel,
-            SCHEMA,
-            ext=".parquet",
-            total_rows=3,
-            progress=lambda done, total, shard: told.append((done, total, shard)),
-            compute=processes,
-        )
-    assert caught.value.why == {"bad": "SIGKILL"}
-    assert sorted(path.name for path in generation.folder.glob("*.parquet")) == ["x.parquet", "y.parquet"]
-    # half-written files of the lost workers are cleared away
-    assert not list(generation.folder.glob(".*.tmp"))
-    assert max(done for done, _, _ in told) <= 3
+    # and once more, when few rows are left and all of them deadly
+    for _ in range(2):
+        with (
+            Store(tmp_path).generation("a", "S", code_version="1", settings={}, inputs={}) as generation,
+            pytest.raises(Poisoned) as caught,
+        ):
+            map_shards(
+                generation,
+                list(shards),
+                read,
+                lambda: kernel,
+                SCHEMA,
+                ext=".parquet",
+                total_rows=3,
+                progress=lambda done, total, shard: told.append((done, total, shard)),
+                compute=processes,
+                inline_below=3,
+            )
+        assert caught.value.why == {"bad": "SIGKILL"}
+        assert sorted(path.name for path in generation.folder.glob("*.parquet")) == ["x.parquet", "y.parquet"]
+        # half-written files of the lost workers are cleared away
+        assert not list(generation.folder.glob(".*.tmp"))
+        assert max(done for done, _, _ in told) <= 3
+
+
+DEADLY = """
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+import pyarrow as pa
+from dagster_datamask.compute.base import Poisoned
+from dagster_datamask.compute.local import Processes
+from dagster_datamask.shards.engine import map_shards
+from dagster_datamask.shards.generations import Store
+
+root, deadly = Path(sys.argv[1]), sys.argv[2]
+schema = pa.schema([("pid", pa.int64())])
+
+def read(shard):
+    yield shard
+    if shard == deadly:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def kernel(shard):
+    return pa.table({"pid": [os.getpid()]}, schema=schema), 1, {"all": 1}
+
+print(os.getpid(), flush=True)
+with Store(root).generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+    try:
+        map_shards(generation, ["x", "bad", "y"], read, lambda: kernel, schema, ext=".parquet", total_rows=3,
+                   progress=lambda done, total, shard: None, apart=partial(Processes, 1, 1))
+    except Poisoned as error:
+        print(error)
+"""
+
+
+def test_a_shard_that_ended_a_run_is_done_apart_from_the_next(tmp_path: Path) -> None:
+    """The first run ends with it; the second tells of it when all others are done; without fault it is done as any."""
+
+    def go(deadly: str) -> tuple[int, list[str]]:
+        run = subprocess.run([sys.executable, "-c", DEADLY, tmp_path, deadly], capture_output=True, text=True)
+        return run.returncode, run.stdout.splitlines()
+
+    def pids() -> dict[str, int]:
+        (folder,) = (tmp_path / "a" / "S").iterdir()
+        assert not list(folder.glob(".*.tmp"))
+        return {path.stem: pq.read_table(path)["pid"][0].as_py() for path in folder.glob("*.parquet")}
+
+    code, (first,) = go("bad")
+    assert code == -signal.SIGKILL
+    for _ in range(2):
+        code, (_, *told) = go("bad")
+        assert (code, told) == (0, ["the worker was lost each time it was given: bad (SIGKILL)"])
+        found = pids()
+        assert found.keys() == {"x", "y"} and found["x"] == int(first)
+    code, (last,) = go("none")
+    assert code == 0
+    assert pids().keys() == {"x", "bad", "y"} and pids()["bad"] not in (int(first), int(last))
+    assert not list(tmp_path.rglob(".began-*"))
+
+
+def test_an_error_leaves_no_mark_of_a_shard(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="-1 is below zero"):
+            mapped(tmp_path, {"x": [0], "y": [1, -1]}, [], apart=lambda: pytest.fail("it ended no process"))
+        assert not list(tmp_path.rglob(".began-*"))
 
 
 @pytest.mark.parametrize(("below", "used"), [(0, True), (7, True), (8, False)])
