@@ -248,11 +248,12 @@ class _Token:
 
 def _remove_if_left(token: Path) -> None:
     try:
-        with token.open() as file:
+        # to be written, as NFS locks no other
+        with token.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             token.unlink()
-    except (FileNotFoundError, BlockingIOError):
-        # gone meanwhile, or of a run that lives
+    except OSError:
+        # gone meanwhile, of a run that lives, or another user's: a small file more hurts nobody
         return
 
 
@@ -286,24 +287,46 @@ class _Round:
     # how often an item was lost, by whether it may have been its own doing
     tries: Counter[tuple[int, bool]] = field(default_factory=Counter)
     poisoned: dict[Any, str] = field(default_factory=dict)
+    # given up too, but by losses that are none of their doing
+    unlucky: dict[Any, str] = field(default_factory=dict)
     failed: BaseException | None = None
 
     def again(self, had: Sequence[tuple[int, Any]]) -> None:
-        self.waiting.extendleft(place for place, _ in reversed(had))
+        # after an error nothing is begun any more
+        if self.failed is None:
+            self.waiting.extendleft(place for place, _ in reversed(had))
 
     def lost(self, had: Sequence[tuple[int, Any]], why: str, own: bool) -> str:
         """Put back what a lost worker had, of which the first was worked on; what is said of it."""
-        if not had:
+        if not had or self.failed is not None:
             return ""
         (place, item), *rest = had
         self.tries[place, own] += 1
         self.again(rest)
         if self.tries[place, own] == (TRIES if own else NODE_TRIES):
-            self.poisoned[item] = why
+            (self.poisoned if own else self.unlucky)[item] = why
             return f"; given up: {_named(had[:1])}" + (f"; tried again: {_named(rest)}" if rest else "")
         # what may have ended a worker comes after what did not
         self.waiting.append(place) if own else self.waiting.appendleft(place)
         return f"; tried again: {_named(had)}"
+
+    def ended(self) -> int:
+        """How many items a worker was lost at that they may have ended."""
+        return sum(own for _, own in self.tries)
+
+    def end(self) -> None:
+        """Raise what the round failed with."""
+        if self.failed is not None:
+            raise self.failed
+        if self.unlucky:
+            # no verdict on what was lost by its own doing either: Poisoned says that all others are done
+            lost = ", ".join(f"{item} ({why})" for item, why in (self.unlucky | self.poisoned).items())
+            raise ClusterUnavailable(
+                f"workers on Ray were lost, {NODE_TRIES} times by what was not the item's doing, and not done are: "
+                f"{lost}; what is done is kept"
+            )
+        if self.poisoned:
+            raise Poisoned(self.poisoned)
 
 
 class _Pool:
@@ -344,7 +367,7 @@ class _Pool:
         # fewer than there is room for, after memory ran out
         self._fewer = 0
         self._most = 0
-        # since the last item that was done, and whether one ever was
+        # by no item's doing, since the last item that was done; and whether one ever was
         self._lost_in_a_row, self._can_do = 0, False
         self._round = 0
         self._said = time.monotonic()
@@ -391,10 +414,7 @@ class _Pool:
             # what is at work when this ends is of no use to anyone
             for worker in [worker for worker in self._workers if worker.under_way]:
                 self._let_go(worker)
-        if round_.failed is not None:
-            raise round_.failed
-        if round_.poisoned:
-            raise Poisoned(round_.poisoned)
+        round_.end()
 
     def _fail(self, worker: _Worker, error: BaseException, round_: "_Round") -> None:
         error.add_note(f"in {worker.name}")
@@ -409,12 +429,21 @@ class _Pool:
     def _lose(self, worker: _Worker, error: Exception, round_: "_Round") -> None:
         why, own = self._reason(worker, error)
         had = self._let_go(worker)
-        what = round_.lost(had, why, own) if round_.failed is None else ""
+        what = round_.lost(had, why, own)
         self._log(f"lost {worker.name or 'a worker that was starting'} ({why}){what}")
+        if round_.failed is not None:
+            return
+        most = 10 + 3 * self._most
+        if own and had:
+            # an item that ends workers is told by its tries, but not where as good as every item does
+            if not self._can_do and (ended := round_.ended()) > most:
+                raise ClusterUnfit(
+                    f"none of the first {ended} items was done: each ended the worker on Ray that it was given; the "
+                    f"last: {why}; give a worker more memory (memory_gb in compute.requests), or see its log"
+                )
+            return
         self._lost_in_a_row += 1
-        # an item that ends workers is told by its tries, but not where all do, or where it is none of their doing
-        by_item = own and had and self._can_do
-        if not by_item and self._lost_in_a_row > 10 + 3 * self._most:
+        if self._lost_in_a_row > most:
             raise ClusterUnavailable(
                 f"{self._lost_in_a_row} workers on Ray were lost one after another, and no item was done between; "
                 f"the last: {why}"

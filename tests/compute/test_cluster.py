@@ -1,5 +1,7 @@
 """Ray as a place to compute, on real clusters of this machine: two nodes, that lose workers and nodes, and grow."""
 
+import errno
+import fcntl
 import os
 import pickle
 import re
@@ -14,13 +16,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
 from dagster_datamask.compute import cluster as module
-from dagster_datamask.compute.base import INLINE, Inline, Poisoned, Requests, WorkerTraceback
-from dagster_datamask.compute.cluster import ClusterUnfit, RayCluster, _room, _Round, _there
+from dagster_datamask.compute.base import INLINE, Inline, Poisoned, Requests, WorkerTraceback, packed
+from dagster_datamask.compute.cluster import (
+    ClusterUnavailable,
+    ClusterUnfit,
+    RayCluster,
+    _Pool,
+    _remove_if_left,
+    _room,
+    _Round,
+    _there,
+    _Worker,
+)
 from dagster_datamask.failures import is_transient, shard_of
 from dagster_datamask.shards.engine import AT_SHARD
 from tests.compute.conftest import NODE
@@ -502,3 +515,110 @@ def test_what_an_item_may_have_done_is_counted_apart_from_what_it_cannot() -> No
     assert round_.poisoned == {"a": "killed"} and (1, True) not in round_.tries
     assert "given up: z" in [round_.lost([(9, "z")], "its node died", False) for _ in range(10)][-1]
     assert round_.lost([], "killed", True) == ""
+
+
+def test_what_is_given_up_by_losses_of_nodes_is_no_verdict_on_it() -> None:
+    round_ = _Round(deque())
+    for _ in range(3):
+        round_.lost([(0, "bad")], "killed", True)
+    for _ in range(10):
+        round_.lost([(1, "good")], "its node was preempted", False)
+    with pytest.raises(
+        ClusterUnavailable, match=r"not done are: good \(its node was preempted\), bad \(killed\)"
+    ) as lost:
+        round_.end()
+    assert is_transient(lost.value)
+    del round_.unlucky["good"]
+    with pytest.raises(Poisoned) as poisoned:
+        round_.end()
+    assert poisoned.value.why == {"bad": "killed"}
+
+
+class _Scripted(_Pool):
+    """A pool without Ray, whose workers answer what the script says; the script sees the workers, in order of start."""
+
+    def __init__(self, workers: int, script: Callable[[list[_Worker]], Iterator[tuple[_Worker, Any, Any]]]) -> None:
+        self._ray = ray
+        self._most, self._round, self._lost_in_a_row, self._can_do = workers, 0, 0, False
+        self._said, self._greeted, self._log = time.monotonic(), True, lambda line: None
+        self._workers: list[_Worker] = []
+        self._script = script(self._workers)
+        self._started = 0
+
+    def _grow(self, waiting: int) -> None:
+        for _ in range(self._most - len(self._workers)):
+            self._started += 1
+            actor = MagicMock()
+            actor.work.remote.side_effect = lambda round_, place, item: ("ref", place, object())
+            self._workers.append(_Worker(actor, None, f"worker {self._started}"))
+
+    def _answer(self) -> Iterator[tuple[_Worker, Any, Any]]:
+        yield next(self._script)
+
+    def _let_go(self, worker: _Worker) -> list[tuple[int, Any]]:
+        self._workers.remove(worker)
+        return list(worker.under_way.values())
+
+    def _reason(self, worker: _Worker, error: Exception) -> tuple[str, bool]:
+        return str(error), "killed" in str(error)
+
+
+def test_after_an_error_a_worker_that_was_silent_gives_nothing_back() -> None:
+    def script(workers: list[_Worker]) -> Iterator[tuple[_Worker, Any, Any]]:
+        first, second = workers
+        yield first, next(iter(first.under_way)), pickle.dumps(("failed", packed(ValueError("x"))))
+        second.probe, second.silence, second.until = "probe", RuntimeError("silent"), time.monotonic() + SECONDS
+        yield second, "probe", (None, 0)
+
+    # a turn more ends the script, which is an error of its own
+    with pytest.raises(ValueError, match="x"):
+        list(_Scripted(2, script).each(["a", "b"]))
+
+
+def _all_are_lost(why: str) -> Callable[[list[_Worker]], Iterator[tuple[_Worker, Any, Any]]]:
+    def script(workers: list[_Worker]) -> Iterator[tuple[_Worker, Any, Any]]:
+        while True:
+            worker = next(worker for worker in workers if worker.under_way)
+            yield worker, next(iter(worker.under_way)), ray.exceptions.RayActorError(error_msg=why)
+
+    return script
+
+
+def test_items_that_all_end_their_workers_are_told_as_such() -> None:
+    """On one worker, thirteen losses are no limit to what each of eight items has of tries."""
+    items = list("abcdefgh")
+    pool = _Scripted(1, _all_are_lost("killed"))
+    with pytest.raises(Poisoned) as poisoned:
+        list(pool.each(items))
+    assert poisoned.value.why.keys() == set(items)
+    assert pool._started == 24
+
+
+def test_where_no_item_is_done_and_many_end_their_workers_something_is_wrong_with_those() -> None:
+    with pytest.raises(ClusterUnfit, match=r"none of the first 14 items was done: each ended .*memory_gb") as unfit:
+        list(_Scripted(1, _all_are_lost("killed")).each(range(1000)))
+    assert not is_transient(unfit.value)
+    with pytest.raises(ClusterUnavailable, match="14 workers on Ray were lost one after another") as lost:
+        list(_Scripted(1, _all_are_lost("its node died")).each(range(1000)))
+    assert is_transient(lost.value)
+
+
+def test_a_token_that_cannot_be_locked_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks what is open to be written, and nothing else."""
+    token = tmp_path / ".shared-0123"
+    token.touch()
+
+    def flock(file: Any, how: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        if refused:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    refused = True
+    _remove_if_left(token)
+    assert token.exists()
+    refused = False
+    _remove_if_left(token)
+    assert not token.exists()
+    _remove_if_left(token)
