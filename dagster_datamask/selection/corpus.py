@@ -5,6 +5,7 @@ operations of the solver in memory, so that the masks are equal, bit for bit, fo
 here: where documents come from and where masks are published (`stages.corpus`).
 """
 
+import errno
 import json
 import math
 import mmap
@@ -24,7 +25,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from dagster_datamask import keyed
-from dagster_datamask.compute.base import INLINE, ONE_CORE, Compute, Requests, Session, Told
+from dagster_datamask.compute.base import INLINE, ONE_CORE, Compute, Poisoned, Requests, Session, Told
 from dagster_datamask.selection.budgets import check_tokens
 from dagster_datamask.selection.certificates import Certificate, Evaluation, Terms, certify, evaluate
 from dagster_datamask.selection.certified import (
@@ -312,15 +313,16 @@ def solve_corpus(
 
     given: what is chosen already; the mask maximises the objective of the union. compute: where shards are worked on,
     which leaves no trace in what is chosen, by workers that take `requests` each; it is this process where that takes
-    no longer (`pays`), or where a worker does not see the scratch folder, of which `log` is told.
+    no longer (`pays`), or where a worker does not see the scratch folder or parts end whatever worker has them (memory
+    that suffices one process and not several), of which `log` is told.
     Raises ValueError for an amount that the shards do not hold.
     """
     if pays(corpus, compute):
         try:
             with corpus.spread(compute, requests) as parts:
                 return _solve(corpus, corpus.passes(amounts, given, parts), options, progress)
-        except ScratchUnseen as unseen:
-            log(f"the solver runs in this process: {unseen}")
+        except (ScratchUnseen, Poisoned) as why:
+            log(f"the solver runs in this process: {why}")
     return _solve(corpus, corpus.passes(amounts, given), options, progress)
 
 
@@ -445,6 +447,7 @@ class _Scratch:
 
     def __init__(self, folder: Path | str, rows: int, mode: Literal["r", "r+"]) -> None:
         self._folder, self._rows = str(folder), rows
+        self._writes = mode == "r+"
         self._access = mmap.ACCESS_READ if mode == "r" else mmap.ACCESS_WRITE
         self._maps: list[mmap.mmap] = []
 
@@ -457,8 +460,9 @@ class _Scratch:
         # numpy.memmap resolves the path each time, which takes ten times as long as all else here
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if not os.fstat(handle).st_size:
-                os.ftruncate(handle, size)
+            # what is written to may be the part that a full disk or a kill left
+            if (there := os.fstat(handle).st_size) < size and (self._writes or not there):
+                _make_room(handle, size, path)
             mapped = mmap.mmap(handle, size, access=self._access)
             self._maps.append(mapped)
             return np.frombuffer(mapped, dtype).reshape(shape)
@@ -468,6 +472,27 @@ class _Scratch:
     def flush(self) -> None:
         for mapped in self._maps:
             mapped.flush()
+
+
+def zeros_on_disk(path: Path, dtype: Any, rows: int) -> np.ndarray:
+    """dtype[rows] of zeros, mapped from a new file. Raises OSError where the disk has no room for it."""
+    if not rows:
+        return np.zeros(0, dtype)
+    size = rows * np.dtype(dtype).itemsize
+    with path.open("wb") as file:
+        _make_room(file.fileno(), size, str(path))
+    return np.memmap(path, dtype, "r+", shape=(rows,))
+
+
+def _make_room(handle: int, size: int, path: str) -> None:
+    """Raises OSError where the disk has none: writing to a map of what is not there ends the process."""
+    try:
+        os.posix_fallocate(handle, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise OSError(error.errno, error.strerror, path) from error
+        # a file system that keeps no room
+        os.ftruncate(handle, size)
 
 
 # the scratch that there are two of, one that is and one that comes next

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from dagster_datamask.keyed import hash64
 from dagster_datamask.scoring.regression import SCALE_MAX
-from dagster_datamask.selection.corpus import Corpus, solve_corpus
+from dagster_datamask.selection.corpus import Corpus, solve_corpus, zeros_on_disk
 from dagster_datamask.selection.semdedup import representatives
 from dagster_datamask.settings import SelectSettings, Settings, SettingsError
 from dagster_datamask.shards import shuffle
@@ -270,8 +270,8 @@ class Filled:
         """bool[documents], on disk: which places of the order are kept."""
         if not self._documents:
             return np.zeros(0, bool)
-        costs = np.memmap(self._work.folder / "costs.bin", np.int64, "w+", shape=(self._documents,))
-        marks = np.memmap(self._work.folder / "marks.bin", np.bool_, "w+", shape=(self._documents,))
+        costs = zeros_on_disk(self._work.folder / "costs.bin", np.int64, self._documents)
+        marks = zeros_on_disk(self._work.folder / "marks.bin", np.bool_, self._documents)
         at = dict.fromkeys(self._work.shards, 0)
         for shard, table in self._read(["tokens"]):
             places = self._ranks[shard][at[shard] : at[shard] + len(table)] - 1

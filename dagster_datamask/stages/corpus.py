@@ -17,7 +17,7 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from dagster_datamask.compute.base import Told
+from dagster_datamask.compute.base import Poisoned, Told
 from dagster_datamask.keyed import digest
 from dagster_datamask.selection.certificates import evaluate
 from dagster_datamask.selection.corpus import (
@@ -28,6 +28,7 @@ from dagster_datamask.selection.corpus import (
     ScratchUnseen,
     Sight,
     solve_corpus,
+    zeros_on_disk,
 )
 from dagster_datamask.selection.objectives import Given
 from dagster_datamask.settings import Settings, SettingsError
@@ -473,7 +474,8 @@ def told_every(run: Run, what: str, unit: str = "passes") -> Callable[[int, int,
 
 def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan, run: Run | None = None) -> None:
     """The candidates' shards into a corpus; those that are there already are not read again. Where there are many
-    documents to read, `run`'s workers write them, if they see the scratch folder."""
+    documents to read, `run`'s workers write them, if they see the scratch folder; shards that end their workers are
+    left to this process."""
     add = partial(_add, candidates, plan)
     missing = corpus.missing(flat_name(candidates.snapshot, shard) for shard in candidates.shards)
     if run is not None and min(len(missing), run.compute.workers) > 1 and plan.n >= _WORTH_WORKERS:
@@ -482,8 +484,8 @@ def add_shards(corpus: Corpus, candidates: Candidates, plan: Plan, run: Run | No
                 filling = run.compute.each(_Filling(corpus, sight, add), missing, requests=run.requests(STAGES[STATE]))
                 for _ in filling:
                     pass
-        except ScratchUnseen as unseen:
-            run.log(f"shards are read in this process: {unseen}")
+        except (ScratchUnseen, Poisoned) as why:
+            run.log(f"shards are read in this process: {why}")
     for shard in candidates.shards:
         add(corpus, shard)
 
@@ -593,7 +595,7 @@ def ranked(work: Path, shards: Sequence[str], scores: Reader, snapshot: str | No
                 writer.write(pa.table({"score": table["score"], "tie": ties, "row": rows}, schema=_ORDER))
                 total += len(table)
             sizes.append(total - before)
-    ranks = np.memmap(work / "ranks.bin", np.int64, "w+", shape=(total,)) if total else np.zeros(0, np.int64)
+    ranks = zeros_on_disk(work / "ranks.bin", np.int64, total)
     done = 0
     with duckdb.connect() as con:
         con.execute(f"SET memory_limit = '{_SORT_MEMORY}'")

@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from dagster_datamask.compute.base import INLINE, Compute, Requests
 from dagster_datamask.compute.local import Processes
+from dagster_datamask.failures import is_transient
 from dagster_datamask.selection import certified
 from dagster_datamask.selection import corpus as module
 from dagster_datamask.selection.budgets import Budget
@@ -25,9 +27,11 @@ from dagster_datamask.selection.corpus import (
     CorpusSelection,
     ScoreTerm,
     Sight,
+    _Scratch,
     certify_corpus,
     pays,
     solve_corpus,
+    zeros_on_disk,
 )
 from dagster_datamask.selection.objectives import BadInput, Given, QualityDiversity, Score
 from dagster_datamask.selection.solve import solve
@@ -403,6 +407,58 @@ def test_where_workers_do_not_see_the_scratch_the_solver_runs_here_and_says_so(
     place.worker = lambda worker: replace(worker, sight=elsewhere)
     assert all_of(corpus, solve_corpus(corpus, [6], compute=place, log=told.append)) == expected
     assert len(told) == 1 and "the solver runs in this process" in told[0] and "scratch folder of driver" in told[0]
+
+
+def test_parts_that_end_every_worker_are_left_to_this_process_which_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents = Documents(60, 8, 0.3)
+    corpus = documents.corpus(tmp_path, 0.3, np.array_split(np.arange(60), 3))
+    expected = all_of(corpus, solve_corpus(corpus, [6]))
+    monkeypatch.setattr(module, "_SPREAD", 0)
+    told: list[str] = []
+
+    def deadly(round_: int, items: Sequence[Any]) -> Sequence[Any]:
+        def work(part: Any, *given: Any) -> Any:
+            part.member[:] = True
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return [replace(items[0], work=cloudpickle.dumps(work)), *items[1:]] if round_ == 3 else items
+
+    with Processes(2, threads=1) as processes:
+        found = solve_corpus(corpus, [6], compute=Place(processes, deadly), log=told.append)
+    assert all_of(corpus, found) == expected
+    (line,) = told
+    assert line.startswith("the solver runs in this process: ") and "the solver's parts 0 to 0 (SIGKILL)" in line
+
+
+def test_a_full_disk_is_an_error_before_anything_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = _Scratch(tmp_path, 4, "r+")
+
+    def full(handle: int, at: int, size: int) -> None:
+        # some of it was there
+        os.ftruncate(handle, 8)
+        raise OSError(number, os.strerror(number))
+
+    number = errno.ENOSPC
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match=r"best\.bin") as caught:
+            scratch("best", np.float64)
+        assert caught.value.errno == errno.ENOSPC and not is_transient(caught.value)
+        with pytest.raises(OSError, match=r"ranks\.bin"):
+            zeros_on_disk(tmp_path / "ranks.bin", np.int64, 3)
+        # a file system that cannot say
+        number = errno.EOPNOTSUPP
+        assert scratch("order", np.float64).tolist() == [0.0] * 4
+    # once there is room, what was left of the first try is no harm; and room is kept
+    assert scratch("best", np.float64).tolist() == [0.0] * 4
+    assert (tmp_path / "best.bin").stat().st_blocks > 0
+    assert [zeros_on_disk(tmp_path / "ranks.bin", np.int64, rows).tolist() for rows in (3, 0)] == [[0, 0, 0], []]
+    # what was stored is not made up for where a part of it is missing
+    (tmp_path / "ties.bin").write_bytes(b"8 bytes.")
+    with pytest.raises(ValueError, match="mmap length"):
+        _Scratch(tmp_path, 4, "r")("ties", np.uint64)
 
 
 def test_other_processes_are_for_large_corpora_of_several_shards(
