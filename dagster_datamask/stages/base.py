@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -851,6 +852,7 @@ class Run:
                 compute=INLINE if here and stage.rows_worth_processes is None else self.compute,
                 requests=self.requests(stage),
                 inline_below=(stage.rows_worth_processes or 0) if here else 0,
+                apart=partial(Processes, 1, self.settings.compute.threads, log=self.log),
             )
         except Poisoned as error:
             aside = ", ".join(f'"{generation.snapshot}/{shard}"' for shard in error.why)

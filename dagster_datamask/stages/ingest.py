@@ -58,10 +58,9 @@ def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
             if isinstance(error, BadShard):
                 found = {error.path.rpartition("/")[2].removesuffix(".parquet"): error.why}
             elif isinstance(error, Poisoned):
-                found = {
-                    shard: f"ends the process that reads it, {TRIES} of {TRIES} times ({why})"
-                    for shard, why in error.why.items()
-                }
+                # a signal's name here, Ray's words there: what is published does not tell the place
+                found = dict.fromkeys(error.why, f"ends the process that reads it, {TRIES} of {TRIES} times")
+                run.log(str(error))
             else:
                 raise
             if run.settings.source.on_bad_shard == "fail" or found.keys() & bad.keys():
@@ -128,6 +127,8 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
                 _RECOMPUTED: counted[name],
             },
         )
+        # not in the order in which they were found, which differs as well
+        bad = dict(sorted(bad.items()))
         with table_file(generation.folder / QUARANTINED_FILE, QUARANTINED) as writer:
             writer.write(pa.table({"shard": list(bad), "reason": list(bad.values())}, schema=QUARANTINED))
         complete = Check(

@@ -52,7 +52,7 @@ def test_a_shard_that_ends_its_readers_is_quarantined_and_the_rest_counts(
 ) -> None:
     changed = placed(project, source, place, **{"source.on_bad_shard": "quarantine"})
     outcome = changed.stage("raw_shards", "S")
-    assert aside(outcome) == [{"shard": POISON, "reason": "ends the process that reads it, 3 of 3 times (SIGKILL)"}]
+    assert aside(outcome) == [{"shard": POISON, "reason": "ends the process that reads it, 3 of 3 times"}]
     (check,) = (check for check in outcome.checks if not check.passed)
     assert check.name == "every_shard_readable" and not check.blocking
     assert outcome.rows_in == sum(outcome.counts.values()) == 18
