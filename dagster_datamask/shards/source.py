@@ -229,7 +229,8 @@ class Source:
 
     @contextmanager
     def _parquet(self, shard: Shard) -> Iterator[tuple[pq.ParquetFile, Any]]:
-        if shard.size == 0:
+        # a listing may be older than what was uploaded since
+        if shard.size == 0 and not self._info(shard.path)["size"]:
             raise BadShard(shard.path, "is empty (0 bytes)")
         with self._file(shard) as file:
             try:

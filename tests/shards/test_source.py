@@ -245,3 +245,10 @@ def test_a_change_that_leaves_all_sizes_shows_in_content_and_footer(tmp_path: Pa
     after = source.footer(only(source)).digest, source.content(only(source))
     assert before[0] != after[0]
     assert before[1] != after[1]
+
+
+def test_a_shard_that_a_listing_calls_empty_is_asked_for_before_it_is_judged(tmp_path: Path) -> None:
+    put(tmp_path / "S" / "a.parquet")
+    source = Source(str(tmp_path))
+    listed = only(source)
+    assert source.footer(Shard(listed.name, listed.path, 0, listed.listed)).rows == 2
