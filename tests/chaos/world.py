@@ -73,8 +73,9 @@ class World:
     asked: Counter[str] = field(default_factory=Counter)
     # the same of the store of a root
     asked_of_store: Counter[str] = field(default_factory=Counter)
-    # (file events, seconds) of an undisturbed run of the command, once measured
-    events: tuple[int, float] | None = None
+    # file events and seconds of an undisturbed run of the command, once it was measured
+    events: int = 0
+    seconds: float = 0.0
     victims: Victims = field(default_factory=Victims)
 
     @property
