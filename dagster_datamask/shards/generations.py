@@ -272,7 +272,11 @@ class Generation:
             record = _read_record(file.with_name(file.name + DONE))
         except (FileNotFoundError, *_TORN):
             return None
-        return record if file.exists() and file.stat().st_size == record.bytes else None
+        if file.exists() and file.stat().st_size == record.bytes:
+            return record
+        # the shard is made again: cut off before its record, it must not be taken for what this one says
+        file.with_name(file.name + DONE).unlink(missing_ok=True)
+        return None
 
     def complete(
         self,
@@ -301,7 +305,8 @@ class Generation:
         return self._keep(record)
 
     def adopt(self, shard: str, ext: str, origin: str) -> ShardRecord | None:
-        """Take over the shard's file of another generation, made from the same, and its record; None if there is none.
+        """Take over the shard's file of another generation, made from the same, and its record; None if there is none
+        whose bytes are as recorded.
 
         The file is linked, not copied: files are replaced whole and never written into.
         """
@@ -309,10 +314,14 @@ class Generation:
         for other in sorted(self.folder.parent.glob(f"*/{name}{DONE}")):
             try:
                 record = _read_record(other)
-                if record.origin != origin or other.with_name(name).stat().st_size != record.bytes:
+                found = other.with_name(name)
+                if record.origin != origin or found.stat().st_size != record.bytes:
+                    continue
+                # a damaged file is not taken over, be its size as recorded
+                if file_sha256(found) != record.sha256:
                     continue
                 with atomic(self.folder / name) as temp:
-                    os.link(other.with_name(name), temp)
+                    os.link(found, temp)
             except (FileNotFoundError, *_TORN):
                 # gc was faster, or a power failure left a part of the record
                 continue

@@ -56,6 +56,10 @@ from dagster_datamask.shards.writer import atomic, file_sha256, json_bytes, remo
 LISTING = ".listing.json"
 _LEASES = ".leases"
 _RECEIPTS = ".verified"
+# the number of the lease under which this machine wrote a generation last
+_HELD = ".held"
+# what is in a generation's folder of the cache and is none of its files
+_OWN = {LEASE, INPUTS, WORK, _RECEIPTS, _HELD}
 _INCOMING = ".incoming"
 _ATTEMPTS = 3
 # no download takes longer: its process was killed
@@ -362,6 +366,11 @@ def _same_checksum(info: Mapping[str, Any], path: Path, part: int) -> bool:
     return isinstance(given, str) and given == b64encode(_md5(path)).decode()
 
 
+def _sum_of(info: Mapping[str, Any]) -> str:
+    """The store's own checksum of an object, whatever it is made from; "" where it tells none."""
+    return str(info.get("ETag") or info.get("md5Hash") or "").strip('"')
+
+
 def _etag(path: Path, part: int) -> str:
     """S3's checksum of a file: MD5, or where it came in parts that of their MD5s, and how many there were."""
     if path.stat().st_size < 2 * part:
@@ -626,10 +635,12 @@ class RemotePublished(Published):
 
 @dataclass(frozen=True)
 class _Listing:
-    """What a generation's listing tells: {file without a record: (bytes, SHA-256)} and {file: record}."""
+    """What a generation's listing tells: {file without a record: (bytes, SHA-256)}, {file: record}, and
+    {recorded file: the store's own checksum of it when it was published first}, where the store tells one."""
 
     files: dict[str, tuple[int, str]]
     records: dict[str, ShardRecord]
+    sums: dict[str, str]
 
     @classmethod
     def read(cls, remote: Remote, folder: str) -> "_Listing":
@@ -638,6 +649,7 @@ class _Listing:
         return cls(
             {name: (int(size), str(sha256)) for name, (size, sha256) in told["files"].items()},
             {name: record for name, record in records.items() if record is not None},
+            dict(told.get("sums", {})),
         )
 
     @cached_property
@@ -646,9 +658,8 @@ class _Listing:
         return self.files | {name: (record.bytes, record.sha256) for name, record in self.records.items()}
 
     def bytes(self) -> bytes:
-        return json_bytes(
-            {"files": self.files, "records": {name: asdict(record) for name, record in self.records.items()}}
-        )
+        records = {name: asdict(record) for name, record in self.records.items()}
+        return json_bytes({"files": self.files, "records": records, "sums": self.sums})
 
 
 def _whole(told: Mapping[str, Any] | None) -> ShardRecord | None:
@@ -904,12 +915,20 @@ class RemoteGeneration(Generation):
         return _name_of(self.asset, self.snapshot, self.fingerprint)
 
     def begin(self) -> None:
-        """Take stock of what is done: one listing of the generation and, where it is, what it says of itself."""
-        self._sizes = self.remote.names(self.name)
+        """As the holder of the lease: what is done is known, and neither the store nor the cache tells of more."""
+        self._take_stock()
+        assert self._sizes is not None
         if INPUTS not in self._sizes:
             # so that gc knows what a run is reading, not only what it writes
             self.remote.write(f"{self.name}/{INPUTS}", json_bytes(dict(self.inputs)))
-        self._listing = _Listing.read(self.remote, self.name) if LISTING in self._sizes else _Listing({}, {})
+        # before workers make them anew, who know of no listing
+        self._withdraw(*[name for name in self._stock.records if self._known(name) is None])
+        self._forget()
+
+    def _take_stock(self) -> None:
+        """One listing of the generation and, where it is, what it says of itself."""
+        self._sizes = self.remote.names(self.name)
+        self._listing = _Listing.read(self.remote, self.name) if LISTING in self._sizes else _Listing({}, {}, {})
         apart = [
             name for name in self._sizes if name.endswith(DONE) and name.removesuffix(DONE) not in self._listing.records
         ]
@@ -921,9 +940,29 @@ class RemoteGeneration(Generation):
             try:
                 if self._sizes.get(name) == size:
                     self.remote.fetch(self.name, name, size, sha256)
+                    continue
             except InconsistentFiles:
-                # it is made again
-                del self._listing.files[name]
+                pass
+            # it is made again
+            del self._listing.files[name]
+
+    def _forget(self) -> None:
+        """Remove from the cache what was in the store and is there no more: who deleted it wants it made again. And,
+        where another run has held the lease since this machine did, whatever it has not sent."""
+        last = self.folder / _HELD
+        goes_on = last.exists() and last.read_text("ascii") == str(self.number - 1)
+        last.write_text(str(self.number), "ascii")
+        for path in [path for path in sorted(self.folder.rglob("*")) if path.is_file()]:
+            name = path.relative_to(self.folder).as_posix()
+            if name.partition("/")[0] in _OWN or name.endswith(DONE):
+                continue
+            if name not in self._stock.files and self._known(name) is None and (not goes_on or self._was_sent(name)):
+                path.unlink()
+                path.with_name(path.name + DONE).unlink(missing_ok=True)
+                (self.folder / _RECEIPTS / name).unlink(missing_ok=True)
+
+    def _was_sent(self, name: str) -> bool:
+        return (self.folder / _RECEIPTS / name).exists()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "folder": None, "_sizes": None, "_listing": None}
@@ -954,7 +993,7 @@ class RemoteGeneration(Generation):
     def _stock(self) -> _Listing:
         """What is known to be done."""
         if self._sizes is None or self._listing is None:
-            self.begin()
+            self._take_stock()
         assert self._listing is not None
         return self._listing
 
@@ -968,7 +1007,7 @@ class RemoteGeneration(Generation):
     def _sent_after_all(self, name: str) -> ShardRecord | None:
         """A shard that this machine has finished, and whose upload did not end: what it cost is not paid again."""
         record = super().record(name, "")
-        if record is None or file_sha256(self.folder / name) != record.sha256:
+        if record is None or self._was_sent(name) or file_sha256(self.folder / name) != record.sha256:
             return None
         self._send(record)
         return record
@@ -983,10 +1022,13 @@ class RemoteGeneration(Generation):
         """Upload a file, then its record, if the lease is still held: asked before either, as a run that was stopped
         for long must not overwrite what another has made meanwhile."""
         name = record.file
+        # of an earlier file of that name
+        (self.folder / _RECEIPTS / name).unlink(missing_ok=True)
         self._check()
-        verified(self.folder, name, record.bytes, record.sha256)
         self._withdraw(name)
         self.remote.upload(self.folder / name, f"{self.name}/{name}", record.bytes, record.sha256)
+        # no sooner: what has its receipt was in the store
+        verified(self.folder, name, record.bytes, record.sha256)
         self._record(record)
 
     def _record(self, record: ShardRecord) -> None:
@@ -996,11 +1038,26 @@ class RemoteGeneration(Generation):
         if self._sizes is not None and self._listing is not None:
             self._sizes[record.file], self._sizes[record.file + DONE] = record.bytes, len(body)
             self._listing.records[record.file] = record
+            self._listing.sums.pop(record.file, None)
 
-    def _withdraw(self, name: str) -> None:
-        """The listing says nothing any more of a file that is about to change."""
-        if self._listing is not None and self._listing.records.pop(name, None) is not None:
-            self._write_listing()
+    def _withdraw(self, *names: str) -> None:
+        """Neither listing nor record says anything any more of files that are about to change: cut off in between,
+        a file must not be taken for what an earlier one of its size was recorded as.
+
+        Workers know of no listing: they are given what `begin` has withdrawn.
+        """
+        if self._listing is None or self._sizes is None:
+            return
+        withdrawn = [name for name in names if self._listing.records.pop(name, None) is not None]
+        if not withdrawn:
+            return
+        for name in withdrawn:
+            self._listing.sums.pop(name, None)
+        self._check()
+        self._write_listing()
+        self.remote.remove(f"{self.name}/{name}{DONE}" for name in withdrawn)
+        for name in withdrawn:
+            self._sizes.pop(name + DONE, None)
 
     def _check(self) -> None:
         """Raise LeaseLost where another run has taken over."""
@@ -1044,47 +1101,53 @@ class RemoteGeneration(Generation):
         self._sizes[LISTING] = len(body)
 
     @cached_property
-    def _siblings(self) -> dict[tuple[str, str], tuple[str, ShardRecord]]:
-        """{(file, origin): (generation, record)} of the other generations: a listing each, and no more where it was
-        published."""
+    def _siblings(self) -> dict[tuple[str, str], list[tuple[str, ShardRecord, bool]]]:
+        """{(file, origin): [(generation, record, whether the store's checksum is still that of the record's bytes)]} of
+        the other generations that have the file: a listing each, and no more where it was published."""
         parent = _name_of(self.asset, self.snapshot)
-        found: dict[tuple[str, str], tuple[str, ShardRecord]] = {}
+        found: dict[tuple[str, str], list[tuple[str, ShardRecord, bool]]] = {}
         for fingerprint in self.remote.folders(parent):
             if fingerprint == self.fingerprint:
                 continue
             folder = f"{parent}/{fingerprint}"
-            records = _Listing.read(self.remote, folder).records
+            infos, listing = self.remote.listed(folder), _Listing.read(self.remote, folder)
+            records = listing.records
             if not records:
-                apart = [f"{folder}/{name}" for name in self.remote.names(folder) if name.endswith(DONE)]
+                apart = [f"{folder}/{name}" for name in infos if name.endswith(DONE)]
                 told = map(_whole, self.remote.many(apart).values())
                 records = {record.file: record for record in told if record is not None}
-            for record in records.values():
-                if record.origin:
-                    found.setdefault((record.file, record.origin), (folder, record))
+            for name, record in records.items():
+                if record.origin and name in infos and infos[name]["size"] == record.bytes:
+                    proved = bool(summed := _sum_of(infos[name])) and listing.sums.get(name) == summed
+                    found.setdefault((name, record.origin), []).append((folder, record, proved))
         return found
 
     def adopt(self, shard: str, ext: str, origin: str) -> ShardRecord | None:
-        """Take over the shard's file of another generation, made from the same: the store copies it."""
+        """Take over the shard's file of another generation, made from the same: the store copies it.
+
+        What is damaged there is not taken over: where the store has no checksum that proves it whole, it is fetched.
+        """
         name = f"{shard}{ext}"
-        folder, record = self._siblings.get((name, origin), ("", None))
-        if record is None:
-            return None
-        self._check()
-        self._withdraw(name)
-        try:
-            size = self.remote.copy(f"{folder}/{name}", f"{self.name}/{name}")
-        except FileNotFoundError:
-            # gc was faster
-            return None
-        if size != record.bytes:
-            return None
-        other = self.remote.local(folder)
-        if is_verified(other, name, record.bytes, record.sha256):
-            with atomic(self.folder / name) as temp:
-                os.link(other / name, temp)
-            verified(self.folder, name, record.bytes, record.sha256)
-        self._record(record)
-        return record
+        for folder, record, proved in self._siblings.get((name, origin), ()):
+            self._check()
+            self._withdraw(name)
+            try:
+                if not proved:
+                    self.remote.fetch(folder, name, record.bytes, record.sha256)
+                size = self.remote.copy(f"{folder}/{name}", f"{self.name}/{name}")
+            except (FileNotFoundError, InconsistentFiles):
+                # gc was faster, or it is damaged
+                continue
+            if size != record.bytes:
+                continue
+            other = self.remote.local(folder)
+            if is_verified(other, name, record.bytes, record.sha256):
+                with atomic(self.folder / name) as temp:
+                    os.link(other / name, temp)
+                verified(self.folder, name, record.bytes, record.sha256)
+            self._record(record)
+            return record
+        return None
 
     def publish(self, records: list[ShardRecord], ext: str, facts: Mapping[str, Any]) -> Published:
         """Everything is there and proved to be, then what it is in one object, then the pointer, if the lease is held.
@@ -1094,9 +1157,14 @@ class RemoteGeneration(Generation):
         shutil.rmtree(self.folder / WORK, ignore_errors=True)
         recorded = {record.file for record in records} | self._stock.records.keys()
         self._upload_others([name for name in self._files("") if name not in recorded])
-        self._sizes = self.remote.names(self.name)
+        infos = self.remote.listed(self.name)
+        self._sizes = {name: int(info["size"] or 0) for name, info in infos.items()}
         stock = self._stock
         stock.records.update({record.file: record for record in records})
+        for file in stock.records.keys() & infos.keys() - stock.sums.keys():
+            # proved by who uploaded it; one that is told already is not renewed, as the object may have changed
+            if summed := _sum_of(infos[file]):
+                stock.sums[file] = summed
         wanted = {name: size for name, (size, _) in stock.files.items()} | {r.file: r.bytes for r in records}
         gone = [name for name, size in wanted.items() if self._sizes.get(name) != size]
         gone += [name + DONE for name in recorded & wanted.keys() if name + DONE not in self._sizes]

@@ -5,13 +5,14 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from dagster_datamask.shards.engine import map_shards
-from dagster_datamask.shards.generations import NotPublished, Published, Store
+from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.writer import table_file
 
 SCHEMA = pa.schema([("doc_id", pa.string())])
@@ -354,3 +355,41 @@ def test_a_torn_record_tells_of_nothing(tmp_path: Path, left: bytes) -> None:
         assert generation.adopt("s", ".parquet", "origin") is None
     assert publish(store, 3) == first
     assert first.record("s").rows == 3
+
+
+def test_a_damaged_shard_is_not_taken_over_but_made_again_or_taken_from_another(tmp_path: Path) -> None:
+    """Bytes of the recorded size that are not what was recorded; and a file that is gone."""
+    store = Store(tmp_path)
+
+    def of(version: str) -> AbstractContextManager[Generation]:
+        return store.generation("a", "S", code_version=version, settings={}, inputs={})
+
+    folders = []
+    for version in "123":
+        with of(version) as generation:
+            (generation.folder / "s.bin").write_bytes(b"whole")
+            record = generation.complete("s", ".bin", rows=1, rows_in=1, counts={"good": 1}, origin="same")
+            folders.append(generation.folder)
+    folders.sort()
+    (folders[0] / "s.bin").unlink()
+    (folders[1] / "s.bin").write_bytes(b"wrong")
+    with of("4") as generation:
+        assert generation.adopt("s", ".bin", "same") == record
+        assert generation.path("s", ".bin").read_bytes() == b"whole"
+    for folder in (folders[2], generation.folder):
+        (folder / "s.bin").unlink()
+        (folder / "s.bin").write_bytes(b"wrong")
+    with of("5") as generation:
+        assert generation.adopt("s", ".bin", "same") is None
+
+
+def test_a_record_whose_file_is_gone_does_not_speak_for_the_next_file(tmp_path: Path) -> None:
+    """Made again with other bytes of the same size, and cut off before its own record."""
+    store = Store(tmp_path)
+    first = publish(store, 3)
+    body = first.path("s").read_bytes()
+    first.path("s").unlink()
+    for _ in range(2):
+        with store.generation("a", "S", code_version="1", settings={"v": 3}, inputs={}) as generation:
+            assert generation.record("s", ".parquet") is None
+            (generation.folder / "s.parquet").write_bytes(bytes(len(body)))

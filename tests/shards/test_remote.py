@@ -294,6 +294,99 @@ def test_what_was_finished_here_and_not_sent_is_sent_and_not_done_again(faulty: 
     assert work.computed == ["x", "y", "x", "x", "y"]
 
 
+@pytest.mark.parametrize("what", ["", "s.parquet", "s.parquet.done.json", "figures/1.png"])
+@pytest.mark.parametrize("ended", ["published", "cut off"])
+def test_what_is_deleted_from_the_store_is_made_again_on_the_machine_that_made_it(
+    url: str, machine: Machine, what: str, ended: str
+) -> None:
+    """As what a bad device computed: its bytes are in the cache still."""
+    store, made = machine(url), list[str]()
+
+    def run(rows: int) -> Generation:
+        with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
+            picture = generation.folder / "figures" / "1.png"
+            if not picture.exists():
+                picture.parent.mkdir(exist_ok=True)
+                picture.write_bytes(b"png %d" % rows)
+                made.append(f"picture {rows}")
+            generation.keep("figures")
+            record = generation.record("s", ".parquet")
+            if record is None:
+                made.append(f"s {rows}")
+                record = write(generation, "s", rows)
+            if (rows, ended) == (1, "cut off"):
+                raise RuntimeError("cut off")
+            generation.publish([record], ".parquet", {})
+            return generation
+
+    if ended == "published":
+        run(1)
+    else:
+        with pytest.raises(RuntimeError, match="cut off"):
+            run(1)
+    there: Any = store
+    (folder,) = {name.partition("/.leases/")[0] for name in there.remote.names() if "/.leases/" in name}
+    there.remote.fs.rm(there.remote.at(f"{folder}/{what}".rstrip("/")), recursive=True)
+    run(2)
+    again = {"": ["picture 2", "s 2"], "figures/1.png": ["picture 2"]}.get(what, ["s 2"])
+    assert made == ["picture 1", "s 1", *again]
+    published = machine(url).current("a", "S")
+    assert published.record("s").rows == (2 if "s 2" in again else 1)
+    assert published.path("s").exists()
+    assert published.file("figures/1.png").read_bytes() == (b"png 2" if "picture 2" in again else b"png 1")
+
+
+def test_what_was_not_sent_is_forgotten_once_another_has_made_it(faulty: type[Faulty], machine: Machine) -> None:
+    def fails(real, path, *more):
+        raise OSError(errno.EIO, "the store is ill")
+
+    store, work, url = machine("faulty://root"), Work("x"), "faulty://root"
+    faulty.faults["put_file"] = fails
+    with pytest.raises(OSError, match="the store is ill"):
+        work(store)
+    faulty.faults.clear()
+    work(machine(url))
+    there: Any = store
+    there.remote.remove([name for name in there.remote.names() if "/x.parquet" in name])
+    work(store)
+    assert work.computed == ["x", "x", "x"]
+
+
+@pytest.mark.parametrize("sent", ["file and record", "file"])
+@pytest.mark.parametrize("lost_with_it", ["", ".done.json", ".listing.json"])
+def test_a_lost_shard_that_a_worker_made_anew_is_what_the_worker_recorded(
+    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, sent: str, lost_with_it: str
+) -> None:
+    """Other bytes of the same size, as another device gives; the run is cut off before it publishes."""
+
+    def of(store: Store) -> AbstractContextManager[Generation]:
+        return store.generation("a", "S", code_version="1", settings={}, inputs={})
+
+    def made(generation: Generation, body: bytes) -> ShardRecord:
+        (generation.folder / "s.parquet").write_bytes(body)
+        return generation.complete("s", ".parquet", rows=1, rows_in=1, counts={"good": 1})
+
+    store: Any = machine(url)
+    with of(store) as generation:
+        generation.publish([made(generation, b"the first")], ".parquet", {})
+    lost = {"": "", ".done.json": "s.parquet.done.json", ".listing.json": ".listing.json"}[lost_with_it]
+    store.remote.remove(f"a/S/{generation.fingerprint}/{name}" for name in ("s.parquet", lost) if name)
+    with pytest.raises(RuntimeError, match="cut off"), of(machine(url)) as generation:
+        assert generation.record("s", ".parquet") is None
+        worker = pickle.loads(pickle.dumps(generation))
+        if sent == "file":
+            monkeypatch.setattr(RemoteGeneration, "_record", lambda self, record: None)
+        made(worker, b"the other")
+        monkeypatch.undo()
+        raise RuntimeError("cut off")
+    with of(machine(url)) as generation:
+        record = generation.record("s", ".parquet")
+        assert (record is not None) is (sent == "file and record")
+        generation.publish([record or made(generation, b"the third")], ".parquet", {})
+    published = machine(url).current("a", "S")
+    assert published.path("s").read_bytes() == (b"the other" if record else b"the third")
+
+
 @pytest.mark.parametrize("times", [2, 99])
 def test_an_upload_that_is_cut_off_is_no_upload(faulty: type[Faulty], machine: Machine, times: int) -> None:
     left = [times]
@@ -380,6 +473,15 @@ def test_a_download_that_is_not_what_was_recorded_is_tried_again_and_never_used(
     assert not [path for path in here.folder.rglob("*") if path.is_file()]
 
 
+def test_a_download_that_fails_leaves_nothing_behind(faulty: type[Faulty], machine: Machine) -> None:
+    publish(machine("faulty://root"), 3)
+    here = machine("faulty://root").current("a", "S")
+    faulty.faults["get_file"] = lambda real, path, lpath: (_ for _ in ()).throw(OSError(errno.EIO, "ill"))
+    with pytest.raises(OSError, match="ill"):
+        here.path("s")
+    assert remote._under_way == {}
+
+
 def test_what_changed_in_the_cache_is_fetched_again(faulty: type[Faulty], machine: Machine) -> None:
     published = publish(machine("faulty://root"), 3)
     here = machine("faulty://root").current("a", "S")
@@ -404,6 +506,45 @@ def test_a_shard_of_the_same_origin_is_copied_by_the_store(s3: S3Server, machine
     # nothing of the shards that were taken over came here, nor went from here
     assert [path.name for path in cached(other, "?.parquet")] == ["y.parquet"]
     assert second.path("x").read_bytes() == first.path("x").read_bytes()
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_damaged_shard_is_not_taken_over_from_one_generation_but_from_the_next(
+    url: str, machine: Machine, published: bool
+) -> None:
+    """Bytes of the recorded size that are not what was recorded; and a file that is gone."""
+    work, store = Work("x"), machine(url)
+    there: Any = store
+    names = []
+    for version in ("1", "2", "3"):
+        one = work(store, version, lambda shard, version=version: f"{shard} {version}")
+        record = one.record("x")
+        names.append(f"a/S/{one.fingerprint}/x.parquet")
+        if not published:
+            there.remote.remove([f"a/S/{one.fingerprint}/.listing.json"])
+    # all three of one origin, as if they had been made by three machines at once
+    assert work.computed == ["x", "x", "x"]
+    for name in names:
+        told = there.remote.told(f"{name}.done.json")
+        there.remote.write(f"{name}.done.json", json.dumps({**told, "origin": "x 4"}).encode())
+        listing = there.remote.told(f"{name.rpartition('/')[0]}/.listing.json")
+        if listing is not None:
+            listing["records"]["x.parquet"]["origin"] = "x 4"
+            there.remote.write(f"{name.rpartition('/')[0]}/.listing.json", json.dumps(listing).encode())
+    names.sort()
+    there.remote.remove(names[:1])
+    there.remote.write(names[1], bytes(record.bytes))
+    fresh = machine(url)
+    assert work(fresh, "4", lambda shard: "x 4").path("x").stat().st_size == record.bytes
+    assert work.computed == ["x", "x", "x"]
+    assert machine(url).current("a", "S").record("x").sha256 == record.sha256
+    assert machine(url).current("a", "S").path("x").exists()
+    # and where none is whole it is made again
+    for name in [name for name in there.remote.names() if name.endswith("/x.parquet")]:
+        there.remote.write(name, bytes(record.bytes))
+    work(machine(url), "5", lambda shard: "x 4")
+    assert work.computed == ["x", "x", "x", "x"]
+    assert machine(url).current("a", "S").path("x").exists()
 
 
 def test_a_worker_on_another_machine_completes_shards_there(
