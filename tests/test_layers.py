@@ -57,7 +57,7 @@ def test_pure_code_loads_no_dagster() -> None:
     [
         ("keyed", ()),
         ("accelerator", ()),
-        ("compute", ("compute",)),
+        ("compute", ("redaction", "compute")),
         ("selection", ("keyed", "accelerator", "compute", "shards", "selection")),
         ("scoring", ("keyed", "accelerator", "scoring")),
         ("influence", ("keyed", "accelerator", "scoring", "selection", "shards", "influence")),

@@ -16,6 +16,8 @@ from typing import Any, Protocol, TypeVar
 import cloudpickle
 from threadpoolctl import threadpool_limits
 
+from dagster_datamask.redaction import redacted
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -143,13 +145,14 @@ class _InlineSession:
 
 def packed(error: BaseException) -> bytes:
     """An error and its causes, for another process: class, message, attributes and notes; what cannot be sent is left
-    out."""
+    out. Secrets are taken out here, as the other process may not have them in its environment to know them by."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__
-    return pickle.dumps(([_pack_one(each) for each in chain], "".join(traceback.format_exception(error))))
+    text = redacted("".join(traceback.format_exception(error)))
+    return pickle.dumps(([_pack_one(each) for each in chain], text))
 
 
 def unpacked(data: bytes) -> BaseException:
@@ -162,21 +165,30 @@ def unpacked(data: bytes) -> BaseException:
 
 
 def _pack_one(error: BaseException) -> tuple[bytes, list[str]]:
-    notes = [str(note) for note in getattr(error, "__notes__", ())]
+    notes = [redacted(str(note)) for note in getattr(error, "__notes__", ())]
     try:
         sent = cloudpickle.dumps(error)
-        if type(pickle.loads(sent)) is type(error):
+        if type(pickle.loads(sent)) is type(error) and not _tells(str(error), error.args, vars(error)):
             return sent, notes
     except Exception:
         # an error whose constructor takes other arguments than it keeps, or that holds what cannot be sent
         pass
     try:
-        sent = cloudpickle.dumps((type(error), _sendable(error.args), _sendable(vars(error))))
-        if type(_unpack_one(sent, [])) is type(error):
+        made, args = error.__reduce__()[:2]  # type: ignore[index]
+        # an error of the system is made of more than its arguments
+        args = args if made is type(error) else error.args
+        sent = cloudpickle.dumps((type(error), _sendable(args), _sendable(vars(error))))
+        if type(again := _unpack_one(sent, [])) is type(error) and not _tells(str(again)):
             return sent, notes
     except Exception:
         pass
-    return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}")), notes
+    return pickle.dumps(RuntimeError(redacted(f"{type(error).__name__}: {error}"))), notes
+
+
+def _tells(*values: Any) -> bool:
+    """Whether a secret is in them, as they are written."""
+    texts = [value if isinstance(value, str) else repr(value) for value in values]
+    return any(redacted(text) != text for text in texts)
 
 
 def _unpack_one(sent: bytes, notes: list[str]) -> BaseException:
@@ -193,18 +205,22 @@ def _unpack_one(sent: bytes, notes: list[str]) -> BaseException:
 
 
 def _sendable(values: Any) -> Any:
-    """The tuple or dictionary with what cannot be pickled as its text."""
+    """The tuple or dictionary without secrets, and with what cannot be pickled as its text."""
 
     def sent(value: Any) -> Any:
+        if isinstance(value, str):
+            return redacted(value)
+        if type(value) in (dict, tuple, list):
+            return _sendable(value)
         try:
             cloudpickle.dumps(value)
         except Exception:
-            return repr(value)
-        return value
+            return redacted(repr(value))
+        return redacted(repr(value)) if _tells(value) else value
 
     if isinstance(values, dict):
-        return {name: sent(value) for name, value in values.items()}
-    return tuple(sent(value) for value in values)
+        return {name: sent(value) for name, value in values.items() if name != "__notes__"}
+    return type(values)(sent(value) for value in values)
 
 
 def thread_variables(threads: int) -> dict[str, str]:
