@@ -297,10 +297,11 @@ def test_what_was_finished_here_and_not_sent_is_sent_and_not_done_again(faulty: 
 @pytest.mark.parametrize("what", ["", "s.parquet", "s.parquet.done.json", "figures/1.png"])
 @pytest.mark.parametrize("ended", ["published", "cut off"])
 def test_what_is_deleted_from_the_store_is_made_again_on_the_machine_that_made_it(
-    url: str, machine: Machine, what: str, ended: str
+    machine: Machine, what: str, ended: str
 ) -> None:
     """As what a bad device computed: its bytes are in the cache still."""
-    store, made = machine(url), list[str]()
+    url, made = f"memory://{uuid.uuid4().hex}", list[str]()
+    store = machine(url)
 
     def run(rows: int) -> Generation:
         with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
@@ -355,9 +356,10 @@ def test_what_was_not_sent_is_forgotten_once_another_has_made_it(faulty: type[Fa
 @pytest.mark.parametrize("sent", ["file and record", "file"])
 @pytest.mark.parametrize("lost_with_it", ["", ".done.json", ".listing.json"])
 def test_a_lost_shard_that_a_worker_made_anew_is_what_the_worker_recorded(
-    url: str, machine: Machine, monkeypatch: pytest.MonkeyPatch, sent: str, lost_with_it: str
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, sent: str, lost_with_it: str
 ) -> None:
     """Other bytes of the same size, as another device gives; the run is cut off before it publishes."""
+    url = f"memory://{uuid.uuid4().hex}"
 
     def of(store: Store) -> AbstractContextManager[Generation]:
         return store.generation("a", "S", code_version="1", settings={}, inputs={})
