@@ -112,7 +112,8 @@ class SourceSettings(Section):
         for name in value:
             if not all(name.partition("/")) or name.count("/") > 1:
                 raise ValueError(f"names shards as '<snapshot>/<shard>', and {name!r} is none")
-        return value
+        # another order is no other setting
+        return sorted(set(value))
 
     def aside(self, snapshot: str) -> set[str]:
         """Names of the snapshot's shards that are set aside."""

@@ -221,6 +221,7 @@ def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
         "prune.threshold": {"pruned_documents"},
         "cluster.k": {"kmeans_centroids"},
         "source.on_bad_shard": {"raw_shards"},
+        "source.set_aside": {"raw_shards"},
         "storage.root": set(),
         "source.url": set(),
         "compute.device": set(),
@@ -228,12 +229,18 @@ def test_a_hash_changes_exactly_for_the_stages_that_read_the_key() -> None:
         assert {name for name, stage in STAGES.items() if key in stage.reads} == stages, key
 
 
+def test_another_order_of_what_is_set_aside_is_no_other_setting() -> None:
+    one, other = (
+        loaded(f"source.set_aside={names}") for names in (["S/b", "S/a", "T/c"], ["T/c", "S/a", "S/b", "S/a"])
+    )
+    assert one == other
+    assert one.source.set_aside == ["S/a", "S/b", "T/c"]
+
+
 def test_every_key_but_where_and_on_what_is_read_by_some_stage() -> None:
     read = {key for stage in STAGES.values() for key in stage.reads}
     assert set(OTHER) - read == {
         "source.url",
-        # the fingerprints of raw_shards hold what of a snapshot is set aside
-        "source.set_aside",
         "storage.root",
         "storage.cache",
         "compute.device",

@@ -25,7 +25,7 @@ from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.writer import ROW_GROUP_ROWS
 
 # Read by a stage, but identified by content: the fingerprint holds the revision of what the path or hub id names, so
-# a moved folder changes nothing.
+# a moved folder changes nothing; and what is set aside of the one snapshot, so that the others stay as they are.
 _LOCATIONS = frozenset(
     {
         "models.encoder",
@@ -40,6 +40,7 @@ _LOCATIONS = frozenset(
         "score.ultra_labels",
         "export.tokenizer",
         "source.tokenizer",
+        "source.set_aside",
         "clean.evaluation_sets",
         "baselines.gneissweb_categories",
         "group_mates.checkpoint",
@@ -409,7 +410,7 @@ STAGES: dict[str, Stage] = {
         Stage(
             "raw_shards",
             "3",
-            ("source.on_bad_shard", "source.hash_below", "source.tokenizer"),
+            ("source.on_bad_shard", "source.set_aside", "source.hash_below", "source.tokenizer"),
             (),
             "documents",
             "Every row of the snapshot under a unique doc_id; duplicates, blank texts and bad shards counted.",

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from dagster_datamask.reporting.tables import markdown_table
 from dagster_datamask.scoring.models import resolve_model
-from dagster_datamask.settings import Settings, known_keys
+from dagster_datamask.settings import Settings
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.formats import Document, Format, JsonLines, Megatron, WebDataset
@@ -31,7 +31,7 @@ from dagster_datamask.shards.schemas import ADDED, ColumnClash
 from dagster_datamask.shards.writer import ParquetWriter, atomic, file_sha256, fsync_folder, write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, called, finish, mask_of
 from dagster_datamask.stages.corpus import flat_name, named
-from dagster_datamask.stages.manifest import SIDECAR
+from dagster_datamask.stages.manifest import SIDECAR, other_settings
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 CARD = "dataset_card"
@@ -208,12 +208,8 @@ def _formats(settings: Settings) -> tuple[list[Format], dict[str, str]]:
 
 def _foreign(settings: Settings, found: Sequence[Kept]) -> list[str]:
     """What was selected under other settings than these, or by other models than the first snapshot, in words."""
-    known = set(known_keys())
     foreign = [
-        f"{kept.snapshot}: {key} = {was!r} (in force: {settings.get(key) if key in known else 'no such setting'!r})"
-        for kept in found
-        for key, was in kept.sidecar["settings"].items()
-        if key not in known or settings.get(key) != was
+        f"{kept.snapshot}: {why}" for kept in found for why in other_settings(kept.snapshot, kept.sidecar, settings)
     ]
     first = found[0]
     return foreign + [

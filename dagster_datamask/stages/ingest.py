@@ -20,6 +20,7 @@ from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import load_same_tokenizer, resolve_tokenizer, token_counts
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts
+from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
 from dagster_datamask.shards.source import REVISION, Shard, Source
@@ -27,6 +28,9 @@ from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
 
 QUARANTINED_FILE = "quarantined_shards.parquet"
+# among the inputs, before the name of a shard that was left out; why it was, where the settings ask for it
+_QUARANTINED = "quarantined "
+_NAMED = "named in source.set_aside"
 _ID_ROWS = 65_536
 _UNLIMITED = 1.0
 _RECOMPUTED = "token_count_recomputed"
@@ -81,7 +85,17 @@ def _set_aside(run: Run, source: Source, snapshot: str) -> dict[str, str]:
         raise SettingsError(
             f"source.set_aside: {snapshot} has no shard {name!r}; did you mean '{snapshot}/{near}'? Remove what is gone"
         )
-    return dict.fromkeys(sorted(asked), "named in source.set_aside")
+    return dict.fromkeys(sorted(asked), _NAMED)
+
+
+def set_aside(raw: Published) -> list[str]:
+    """What `raw` was made without as source.set_aside named it, by snapshot and shard."""
+    names = [key.removeprefix(_QUARANTINED) for key, why in raw.inputs.items() if why == _in_key(_NAMED)]
+    return sorted(f"{raw.snapshot}/{name}" for name in names)
+
+
+def _in_key(why: str) -> str:
+    return digest(why, size=8).hex()
 
 
 def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> Outcome:
@@ -94,7 +108,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
     contents = {name: source.content(shard, as_listed=True) for name, shard in by_name.items()}
     total = sum(footer.rows for footer in footers.values())
     inputs = {"source": digest(*(part for item in contents.items() for part in item), size=16).hex()}
-    inputs |= {f"quarantined {name}": digest(why, size=8).hex() for name, why in bad.items()}
+    inputs |= {f"{_QUARANTINED}{name}": _in_key(why) for name, why in bad.items()}
     uncounted = [by_name[name].path for name, footer in footers.items() if footer.uncounted]
     tokenizer = run.settings.source.tokenizer if uncounted else ""
     if tokenizer:

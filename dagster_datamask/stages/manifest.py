@@ -16,6 +16,7 @@ from dagster_datamask.reporting.figures import quality_diversity_figure
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import resolve_tokenizer
+from dagster_datamask.settings import Settings, known_keys
 from dagster_datamask.shards.cursor import Cursor, read_batches, scatter
 from dagster_datamask.shards.documents import DocumentReader, Documents
 from dagster_datamask.shards.engine import BATCH_ROWS, Counts
@@ -31,12 +32,15 @@ from dagster_datamask.stages.cleaning import CONTAMINATION, DUPLICATES, evaluati
 from dagster_datamask.stages.corpus import STATE, part_identity, read_state
 from dagster_datamask.stages.embeddings import BAD_EMBEDDING
 from dagster_datamask.stages.gneissweb import content_of_categories
+from dagster_datamask.stages.ingest import set_aside
 from dagster_datamask.stages.language_model import chosen_since, other_sources
 from dagster_datamask.stages.quality import JOIN_ROWS, QUALITY_BINS, integer_histogram
 from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
 
 SIDECAR = "manifest.json"
+# of a snapshot only what is its own: the rest says nothing about it
+_ASIDE = "source.set_aside"
 _TEXT_GROUP_ROWS = 1000
 
 
@@ -198,6 +202,9 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         for key, value in STAGES[name].identity(run.in_force).items()
         if published.settings.get(key) != value
     ]
+    without, asked = set_aside(inputs["raw_shards"]), _asked_aside(run.in_force, snapshot)
+    if without != asked:
+        foreign.append(f"raw_shards: {_ASIDE} = {without!r} (in force: {asked!r})")
     classifiers = {part: made[classifier_of(part)] for part in (*PARTS, "ultra") if classifier_of(part) in made}
     foreign += [
         f"{name}: made with another generation of {ancestor}"
@@ -250,6 +257,19 @@ def foreign_settings(run: Run, snapshot: str, inputs: Mapping[str, Published]) -
         foreign.append(f"{mask_of(run.settings)}: made with other categories")
     foreign += [f"{name}: made with another {what}" for name, what in other_sources(made, run.in_force)]
     return foreign + [f"{name}: made with another model" for name, (was, is_now) in models.items() if was != is_now]
+
+
+def other_settings(snapshot: str, sidecar: Mapping[str, Any], settings: Settings) -> list[str]:
+    """The settings that the sidecar of a snapshot's manifest tells and that are not those in force, in words."""
+    known = set(known_keys())
+    told = {_ASIDE: []} | sidecar["settings"]
+    now = {key: settings.get(key) if key in known else "no such setting" for key in told}
+    now[_ASIDE] = _asked_aside(settings, snapshot)
+    return [f"{key} = {told[key]!r} (in force: {now[key]!r})" for key in sorted(told) if told[key] != now[key]]
+
+
+def _asked_aside(settings: Settings, snapshot: str) -> list[str]:
+    return [name for name in settings.source.set_aside if name.startswith(f"{snapshot}/")]
 
 
 def _made_from(run: Run, snapshot: str, inputs: Mapping[str, Published]) -> dict[str, Published]:
@@ -316,6 +336,8 @@ def _sidecar(
     settings = STAGES["fineweb_mask_manifest"].identity(run.settings)
     for published in everything.values():
         settings |= published.settings
+    if without := set_aside(inputs["raw_shards"]):
+        settings[_ASIDE] = without
     return {
         "snapshot": snapshot,
         "strategy": run.settings.select.strategy,

@@ -24,7 +24,7 @@ from dagster_datamask.shards.writer import write_json
 from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, called, finish
 from dagster_datamask.stages.calibration import read_centroids
 from dagster_datamask.stages.corpus import STATE, named, outdated_masks
-from dagster_datamask.stages.manifest import SIDECAR
+from dagster_datamask.stages.manifest import SIDECAR, other_settings
 from dagster_datamask.stages.report import (
     EXT,
     FIGURES,
@@ -63,7 +63,11 @@ def selection_report(run: Run, source: Source) -> Outcome:
     found = {name: _selected(run.store, name) for name in run.store.snapshots(_MANIFEST)}
     if not found:
         raise NotPublished(f"no snapshot under {run.store.where} has a manifest; run the job full for one first")
-    foreign = {name: why for name, one in found.items() if (why := _foreign(_sidecar(one.manifest), run.in_force))}
+    foreign = {
+        name: ", ".join(why)
+        for name, one in found.items()
+        if (why := other_settings(name, _sidecar(one.manifest), run.in_force))
+    }
     same = Check("made_under_these_settings", not foreign, True, {"different": named(foreign) or "none"})
     if foreign:
         return Outcome(None, 0, {}, checks=(same,))
@@ -119,9 +123,9 @@ def _standing(store: Store, settings: Settings, snapshot: str, frozen: dict[str,
     if manifest is None:
         return "begun, but not selected"
     sidecar = _sidecar(manifest)
-    other = _foreign(sidecar, settings)
+    other = other_settings(snapshot, sidecar, settings)
     if other:
-        return f"selected under other settings: {other}"
+        return f"selected under other settings: {', '.join(other)}"
     changed = [
         asset
         for asset, fingerprint in sidecar["fingerprints"].items()
@@ -170,15 +174,6 @@ def unreported(store: Store, settings: Settings) -> dict[str, str]:
 def _sidecar(manifest: Published) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(manifest.file(SIDECAR).read_text("utf-8"))
     return told
-
-
-def _foreign(sidecar: Mapping[str, Any], settings: Settings) -> str:
-    """The settings under which a manifest was made and that are not those in force, in words."""
-    return ", ".join(
-        f"{key} = {value!r} (in force: {settings.get(key)!r})"
-        for key, value in sidecar["settings"].items()
-        if settings.get(key) != value
-    )
 
 
 def _selected(store: Store, snapshot: str) -> _Snapshot:

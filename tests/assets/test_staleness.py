@@ -11,6 +11,7 @@ from dagster._core.definitions.data_version import CachingStaleStatusResolver, S
 from dagster._core.loader import LoadingContextForTest
 
 from dagster_datamask.definitions import build_definitions
+from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.stages.base import FITTED, STAGES
@@ -66,6 +67,8 @@ def test_all_is_fresh_after_a_complete_run(ran: Ran) -> None:
             },
         ),
         ({"models.ultra_label": "__label__other", "compute.processes": 3}, set()),
+        # a code version is of an asset, and not of one of its snapshots
+        ({"source.set_aside": [f"{SECOND}/000_00000"]}, set(SNAPSHOT_STAGES)),
         ({"cluster.k": 3}, {"kmeans_centroids", "kmeans_clusters", *FROM_MANIFEST}),
         ({"storage.root": "/elsewhere", "compute.memory_limit_gb": 4.0}, set()),
     ],
@@ -76,6 +79,22 @@ def test_a_changed_setting_makes_stale_what_reads_it_and_what_follows(
     found = not_fresh(ran.settings.replace(changed), ran.instance, FIRST)
     assert set(found) == stale
     assert set(found.values()) <= {StaleStatus.STALE}
+
+
+def test_a_shard_that_is_put_back_into_use_shows_until_its_rows_are_read_again(own_root: Settings) -> None:
+    without = own_root.replace({"source.set_aside": [f"{FIRST}/000_00000"]})
+
+    def shows(settings: Settings) -> bool:
+        return "raw_shards" in not_fresh(settings, instance, FIRST)
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        instance.add_dynamic_partitions(cc_snapshot.name or "", [FIRST])
+        for settings, other in ((without, own_root), (own_root, without)):
+            job = build_definitions(settings).resolve_implicit_global_asset_job_def()
+            job.get_subset(asset_selection={dg.AssetKey("raw_shards")}).execute_in_process(
+                instance=instance, partition_key=FIRST
+            )
+            assert (shows(settings), shows(other)) == (False, True)
 
 
 def test_a_replaced_shard_makes_its_own_snapshot_stale_once_its_rows_are_read_again(

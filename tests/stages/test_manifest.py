@@ -13,7 +13,9 @@ from dagster_datamask.shards.generations import NotPublished
 from dagster_datamask.shards.schemas import ADDED, DECISIONS, MANIFEST, InconsistentFiles
 from dagster_datamask.stages import manifest, quality
 from dagster_datamask.stages.base import STAGES, Outcome
+from dagster_datamask.stages.export import dataset_card
 from dagster_datamask.stages.manifest import SIDECAR
+from dagster_datamask.stages.selection_report import standing
 from tests.conftest import SNAPSHOTS
 from tests.project import Project, text_of, write_labels, write_shard
 from tests.stages.conftest import WILD, copied, failed, rows_of
@@ -36,6 +38,42 @@ def refused(project: Project) -> str:
     assert project.store.current("fineweb_mask_manifest", SNAPSHOT) == before
     (why,) = failed(outcome).values()
     return why["different"]
+
+
+class TestWhatIsSetAside:
+    """A setting of shards, of which each snapshot's part matters to that snapshot alone."""
+
+    def test_a_snapshot_made_with_a_shard_that_is_set_aside_since_is_refused(self, made: Project) -> None:
+        aside = made.with_settings(**{"source.set_aside": [f"{SNAPSHOT}/001_00000"]})
+        assert refused(aside) == f"raw_shards: source.set_aside = [] (in force: ['{SNAPSHOT}/001_00000'])"
+        assert standing(made.store, made.settings)[SNAPSHOT] == ""
+        assert standing(aside.store, aside.settings)[SNAPSHOT] == (
+            f"selected under other settings: source.set_aside = [] (in force: ['{SNAPSHOT}/001_00000'])"
+        )
+
+    def test_a_shard_that_is_put_back_into_use_is_refused_until_it_is_read(self, made: Project) -> None:
+        whole = made.store.current("raw_shards", SNAPSHOT)
+        manifest = made.store.current("fineweb_mask_manifest", SNAPSHOT)
+        told = manifest.file(SIDECAR).read_bytes()
+        shutil.rmtree(manifest.folder)
+        aside = made.with_settings(**{"source.set_aside": [f"{SNAPSHOT}/001_00000"]})
+        aside.full(SNAPSHOT)
+        why = f"source.set_aside = ['{SNAPSHOT}/001_00000'] (in force: [])"
+        assert refused(made) == f"raw_shards: {why}"
+        assert standing(made.store, made.settings)[SNAPSHOT] == f"selected under other settings: {why}"
+        assert standing(aside.store, aside.settings)[SNAPSHOT] == ""
+        # and an export in the same words
+        assert failed(dataset_card(made.run()))["made_under_these_settings"]["different"] == f"{SNAPSHOT}: {why}"
+        made.full(SNAPSHOT)
+        assert made.store.current("raw_shards", SNAPSHOT) == whole
+        assert made.store.current("fineweb_mask_manifest", SNAPSHOT).file(SIDECAR).read_bytes() == told
+
+    def test_the_other_snapshots_stay_as_they_are_to_the_byte(self, made: Project) -> None:
+        before = made.store.current("fineweb_mask_manifest", SNAPSHOT)
+        other = made.with_settings(**{"source.set_aside": [f"{SNAPSHOTS[1]}/000_00000", f"{SNAPSHOT}0/001_00000"]})
+        assert other.stage("raw_shards", SNAPSHOT).published == made.store.current("raw_shards", SNAPSHOT)
+        assert other.stage("fineweb_mask_manifest", SNAPSHOT).published == before
+        assert standing(other.store, other.settings)[SNAPSHOT] == ""
 
 
 def test_rows_that_are_joined_at_once_do_not_show_in_the_bytes(made: Project, monkeypatch: pytest.MonkeyPatch) -> None:
