@@ -5,6 +5,7 @@ argument. No Dagster here, and torch is imported only when a device has to be lo
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -20,7 +21,8 @@ class MemoryPlanError(ValueError):
 @dataclass(frozen=True)
 class Accelerator:
     """A resolved device: `device` is "cpu" or "cuda:i"; `dtype` is the forward pass's precision;
-    `memory_limit_gb` caps what a stage may plan to use (None: what the device has)."""
+    `memory_limit_gb` caps what a stage may plan to use (None: what the device has), and what PyTorch takes of a CUDA
+    device in the process that resolved it and in each that it is sent to."""
 
     device: str = "cpu"
     dtype: str = "float32"
@@ -30,6 +32,9 @@ class Accelerator:
     @property
     def is_cuda(self) -> bool:
         return self.device.startswith("cuda")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.device, self.dtype, self.memory_limit_gb, self.name)
 
     def plan(self, what: str, needed_bytes: int, remedy: str) -> None:
         """Raise MemoryPlanError, before any work, where `needed_bytes` exceed the memory limit."""
@@ -71,9 +76,27 @@ def resolve(device: str = "auto", dtype: str = "auto", memory_limit_gb: float | 
     if device != "cpu":
         name = torch.cuda.get_device_name(device)
         if memory_limit_gb is not None:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, memory_limit_gb * 1e9 / total), device)
+            torch.cuda.set_per_process_memory_fraction(_share(device, memory_limit_gb), device)
     return Accelerator(device, dtype, memory_limit_gb, name)
+
+
+def _arrived(device: str, dtype: str, memory_limit_gb: float | None, name: str) -> Accelerator:
+    """An accelerator in a process that it was sent to, which keeps to its limit, and to a lower one that it has."""
+    found = Accelerator(device, dtype, memory_limit_gb, name)
+    if found.is_cuda and memory_limit_gb is not None:
+        import torch
+
+        # not where it is only on its way, as in a process of a machine without one
+        if torch.cuda.is_available():
+            share = min(_share(device, memory_limit_gb), torch.cuda.get_per_process_memory_fraction(device))
+            torch.cuda.set_per_process_memory_fraction(share, device)
+    return found
+
+
+def _share(device: str, gb: float) -> float:
+    import torch
+
+    return min(1.0, gb * 1e9 / torch.cuda.get_device_properties(device).total_memory)
 
 
 def of_workers(

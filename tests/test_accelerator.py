@@ -1,7 +1,9 @@
 """Devices as plain values, resolved on this machine as it is."""
 
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +52,31 @@ def test_a_plan_above_the_limit_is_refused_before_any_work() -> None:
     with pytest.raises(MemoryPlanError, match=r"a split of 10 documents needs about 1\.60 GB .* lower select\.split"):
         limited.plan("a split of 10 documents", 1_600_000_000, "lower select.split")
     Accelerator().plan("anything", 10**18, "no limit is set")
+
+
+@pytest.mark.parametrize(("before", "limit", "share"), [(1.0, 20.0, 0.25), (0.2, 20.0, 0.2), (0.5, 200.0, 0.5)])
+def test_a_process_that_an_accelerator_is_sent_to_keeps_to_its_limit(
+    monkeypatch: pytest.MonkeyPatch, before: float, limit: float, share: float
+) -> None:
+    """Of 80 GB, and of the share that a cluster gave it, the lower."""
+    kept = {"cuda:0": before}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80e9))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: kept[device])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: kept.update({device: part}))
+    sent = of_workers(1.0, "auto", "auto", limit)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    assert kept == {"cuda:0": share}
+    for other in (Accelerator(), of_workers(1.0), of_workers(0.0, memory_limit_gb=1.0)):
+        assert pickle.loads(pickle.dumps(other)) == other
+    assert kept == {"cuda:0": share}
+
+
+def test_an_accelerator_of_a_cluster_passes_through_where_there_is_none() -> None:
+    if CUDA:
+        pytest.skip("this machine has one")
+    sent = of_workers(1.0, "auto", "auto", 20.0)
+    assert pickle.loads(pickle.dumps(sent)) == sent
 
 
 @pytest.mark.parametrize(

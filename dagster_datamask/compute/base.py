@@ -174,9 +174,9 @@ def _pack_one(error: BaseException) -> tuple[bytes, list[str]]:
         # an error whose constructor takes other arguments than it keeps, or that holds what cannot be sent
         pass
     try:
-        made, args = error.__reduce__()[:2]  # type: ignore[index]
+        made = error.__reduce__()
         # an error of the system is made of more than its arguments
-        args = args if made is type(error) else error.args
+        args = made[1] if isinstance(made, tuple) and made[0] is type(error) else error.args
         sent = cloudpickle.dumps((type(error), _sendable(args), _sendable(vars(error))))
         if type(again := _unpack_one(sent, [])) is type(error) and not _tells(str(again)):
             return sent, notes
