@@ -20,35 +20,20 @@ from tests.conftest import SNAPSHOTS
 from tests.project import SNAPSHOT_STAGES, Project, settings_for
 
 REPO = Path(__file__).parents[1]
-PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "ARCHITECTURE.md",
-    "docs/own-data.md",
-    "docs/cluster.md",
-    "docs/security.md",
-    "SECURITY.md",
-    "docs/settings.md",
-    "docs/selection.md",
-    "docs/benchmarks.md",
-    "docs/gneissweb.md",
-    "docs/group-mates.md",
-    *(
-        GUIDES := (
-            "docs/first-run.md",
-            "docs/new-snapshot.md",
-            "docs/tuning.md",
-            "docs/choosing-a-solver.md",
-            "docs/classifiers.md",
-            "docs/manifest.md",
-            "docs/recovering.md",
-            "docs/export.md",
-            "docs/reports.md",
-            "docs/cleaning.md",
-            "docs/baselines.md",
-        )
-    ),
+GUIDES = (
+    "docs/first-run.md",
+    "docs/new-snapshot.md",
+    "docs/tuning.md",
+    "docs/choosing-a-solver.md",
+    "docs/classifiers.md",
+    "docs/manifest.md",
+    "docs/recovering.md",
+    "docs/export.md",
+    "docs/reports.md",
+    "docs/cleaning.md",
+    "docs/baselines.md",
 )
+PAGES = tuple(str(path.relative_to(REPO)) for folder in (REPO, REPO / "docs") for path in sorted(folder.glob("*.md")))
 
 
 def commands(page: str) -> list[str]:
