@@ -3,9 +3,14 @@
 import ast
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import dagster_datamask
 
@@ -14,6 +19,9 @@ PURE = (
     *("selection", "influence", "scoring", "cleaning", "shards", "reporting"),
     *("stages", "demo", "settings", "keyed", "accelerator", "compute"),
 )
+
+# modules that are imported by name where their extra is asked for, and by no other of the package at its own import
+OF_AN_EXTRA = ("dagster_datamask.resources.ray_of_the_run",)
 
 
 def modules() -> dict[str, Path]:
@@ -91,6 +99,45 @@ def test_a_layer_imports_only_what_lies_below_it(package: str, may_import: tuple
             if under(other, "dagster_datamask") and other != "dagster_datamask":
                 part = other.split(".")[1]
                 assert part in may_import, f"{name} imports {other}"
+
+
+def third_party(path: Path, distributions: Mapping[str, list[str]]) -> dict[str, tuple[set[str], bool]]:
+    """{module that a file imports: (the distributions that it may be of, whether importing the file takes it)}.
+
+    What stands in a function or in a `try` is not taken.
+    """
+    tree = ast.parse(path.read_text("utf-8"))
+    own = {id(node) for node in tree.body}
+    found: dict[str, tuple[set[str], bool]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        else:
+            continue
+        for module in {name.partition(".")[0] for name in names} - {"dagster_datamask", *sys.stdlib_module_names}:
+            owners = {canonicalize_name(owner) for owner in distributions.get(module, [module])}
+            found[module] = owners, id(node) in own or found.get(module, (owners, False))[1]
+    return found
+
+
+def test_every_library_is_declared() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    always = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    extras = {
+        canonicalize_name(Requirement(line).name)
+        for lines in project["optional-dependencies"].values()
+        for line in lines
+    }
+    distributions = packages_distributions()
+    needed: set[str] = set()
+    for name, path in modules().items():
+        for module, (owners, at_import) in third_party(path, distributions).items():
+            allowed = always if at_import and name not in OF_AN_EXTRA else always | extras
+            assert owners & allowed, f"{name} imports {module}, and pyproject.toml does not ask for it"
+            needed |= owners
+    assert {"numpy", "dagster", "fasttext-community", "ray"} <= needed
 
 
 def test_nothing_imports_assets_but_definitions() -> None:
