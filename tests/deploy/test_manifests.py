@@ -5,14 +5,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dagster_datamask.settings import Settings, load_settings
 from dagster_datamask.stages.base import STAGES
+from tests.audit import EXTRAS, LOCK, locked
 from tests.deploy.chart import Chart, Values
 from tests.deploy.kubernetes import check
 
@@ -177,14 +181,47 @@ class TestImage:
         done = subprocess.run([program, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "")
 
-    def test_what_is_copied_and_installed_is_there(self) -> None:
-        (copied,) = re.findall(r"^COPY ((?:\S+ )+)\./$", self.text, re.MULTILINE)
-        assert all((REPO / name).exists() for name in copied.split())
+    def test_what_is_copied_is_there(self) -> None:
+        copied = [
+            name
+            for names in re.findall(r"^COPY ((?:[^-\s]\S* )+)\S+$", self.text, re.MULTILINE)
+            for name in names.split()
+        ]
+        assert {"requirements.lock", "pyproject.toml", "dagster_datamask"} <= set(copied)
+        assert all((REPO / name).exists() for name in copied)
         allowed = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
-        assert {f"!{name}" for name in [*copied.split(), "dagster_datamask"]} <= set(allowed)
-        (extras,) = re.findall(r"'\.\[(.+)\]'", self.text)
-        project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-        assert set(extras.split(",")) <= set(project["optional-dependencies"])
+        assert {name[1:] for name in allowed if name.startswith("!")} == set(copied)
+
+    def test_all_that_is_installed_has_its_hash(self) -> None:
+        installs = [line.strip() for line in re.findall(r"pip install([^&\n]*)", self.text)]
+        assert installs == ["--require-hashes -r requirements.lock", "--no-deps --no-build-isolation ."]
+        page = (REPO / "docs" / "security.md").read_text("utf-8")
+        assert all(f"\npip install {line}\n" in page for line in installs)
+
+    def test_the_lock_has_all_that_the_image_s_extras_need(self) -> None:
+        """As pip finds it out: whatever a locked package asks for here has to be locked, extras of extras included."""
+        pins = locked(LOCK.read_text("utf-8"))
+        build = tomllib.loads((REPO / "pyproject.toml").read_text("utf-8"))
+        waiting = [Requirement(line) for line in build["build-system"]["requires"]]
+        waiting += [Requirement(line) for line in build["project"]["dependencies"]]
+        waiting += [Requirement(line) for name in EXTRAS for line in build["project"]["optional-dependencies"][name]]
+        seen: set[tuple[str, frozenset[str]]] = set()
+        while waiting:
+            requirement = waiting.pop()
+            name, extras = canonicalize_name(requirement.name), frozenset(requirement.extras)
+            if (name, extras) in seen:
+                continue
+            seen.add((name, extras))
+            assert name in pins and pins[name][0] in requirement.specifier, f"{requirement}: not locked; make lock"
+            try:
+                asked = [Requirement(line) for line in metadata.requires(name) or ()]
+            except metadata.PackageNotFoundError:
+                # of an extra that is not installed here: what it needs is seen by who has it
+                continue
+            for one in asked:
+                if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in {"", *extras}):
+                    waiting.append(one)
+        assert len(seen) > 100
 
     def test_its_user_is_the_pods(self, chart: Chart) -> None:
         (user,) = re.findall(r"^USER (\d+)$", self.text, re.MULTILINE)
