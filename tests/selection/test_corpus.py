@@ -366,6 +366,7 @@ def test_processes_find_the_same_and_one_that_is_killed_costs_nothing_but_time(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_two_nodes_of_a_ray_cluster_find_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray", reason="the extra 'ray' is not installed")
     from ray.cluster_utils import Cluster
