@@ -12,7 +12,7 @@ import numpy as np
 from tests.chaos.campaign import MISSED, Injection, Wrong
 from tests.chaos.faults import must, prove
 from tests.chaos.victims import Ended, Order, command, descendants, ended_soon, state
-from tests.chaos.world import World, half_done
+from tests.chaos.world import World, as_toml, half_done
 
 KILLED = "killed, run again"
 SURVIVED = "survived"
@@ -66,6 +66,45 @@ def run_at_files(world: World, rng: np.random.Generator, root: Path) -> Injectio
         must(not (wrong := half_done(root)), f"event {event}: after the kill: {wrong}")
     afterwards(world, root, f"events {places}", world.victims.run(order(world, root)))
     return Injection("the run", f"file events {' and '.join(places)} of {events}", KILLED if kills else MISSED, kills)
+
+
+def run_on_a_store(world: World, rng: np.random.Generator, root: Path) -> Injection:
+    """The run on a root behind an object store is killed at a file event of the store or of the cache, and so is the
+    one that follows it on the same machine."""
+    fitted = world.fitted_store()
+    store = fitted.with_name(root.name)
+    shutil.copytree(fitted, store)
+    cache = world.cache_of(store)
+
+    def at(event: int = 0) -> Ended:
+        config = store.with_name(f"{store.name}.toml")
+        config.write_text(as_toml(world.settings_at(store)), "utf-8")
+        home = store.with_name(f"{store.name}_home")
+        home.mkdir(exist_ok=True)
+        # the cache's folder begins with the store's name: events of both count
+        log = store.with_name(f"{store.name}.log")
+        return world.victims.run(Order(str(config), str(store), str(home), str(log), event, signal.SIGKILL))
+
+    places, kills = [], 0
+    # an upload opens a file and renames it; the cache has events of its own beside
+    most = 2 * world.asked_of_store["write"]
+    while kills < 2 and most > 1:
+        event = int(rng.integers(1, most))
+        done = at(event)
+        must(done.code in (0, -signal.SIGKILL), f"event {event}: ended with {done.code}: {done.log[-2000:]}")
+        must(not (wrong := half_done(store)), f"event {event}: after the kill: {wrong}")
+        if done.code == 0:
+            # it has fewer; what follows has less to do
+            break
+        kills += 1
+        places.append(str(event))
+        most //= 2
+    again = at()
+    must(again.code == 0, f"events {places}: the run after it ended with {again.code}: {again.log[-2000:]}")
+    prove(store, world.expected, f"events {places}: after the run that followed,")
+    for folder in (store, cache):
+        shutil.rmtree(folder)
+    return Injection("a run on a store", f"file events {' and '.join(places)}", KILLED if kills else MISSED, kills)
 
 
 def run_at_moments(world: World, rng: np.random.Generator, root: Path) -> Injection:
@@ -207,6 +246,7 @@ def _until(true: Callable[[], bool], why: str) -> None:
 KINDS: dict[str, tuple[int, Callable[[World, np.random.Generator, Path], Injection]]] = {
     "kill_run_at_files": (6, run_at_files),
     "kill_run_at_moments": (4, run_at_moments),
+    "kill_run_on_a_store": (2, run_on_a_store),
     "stop_lease_holder": (4, holder_stopped),
     "kill_workers": (3, workers),
     "kill_parent_of_workers": (2, parent_of_workers),
