@@ -7,6 +7,7 @@ import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -51,6 +52,14 @@ def png_markdown(png: bytes, alt: str) -> str:
     """A picture as a Markdown image with a base64 data URI: what Dagster's Markdown metadata shows."""
     safe = alt.replace("\\", "").replace("[", "(").replace("]", ")").replace("\n", " ")
     return f"![{safe}](data:image/png;base64,{base64.b64encode(png).decode('ascii')})"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A cell that leads to `target`, a path or URL of this project's own making."""
+
+    text: str
+    target: str
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
@@ -160,4 +169,6 @@ def _cell(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.6g}"
+    if isinstance(value, Link):
+        return f"[{_cell(value.text)}]({value.target})"
     return _MARKUP.sub(r"\\\g<0>", " ".join(str(value).splitlines()))

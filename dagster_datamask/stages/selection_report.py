@@ -16,7 +16,7 @@ import numpy as np
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.reporting.html import Section
-from dagster_datamask.reporting.tables import markdown_table
+from dagster_datamask.reporting.tables import Link, markdown_table
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.source import Source
@@ -242,7 +242,7 @@ def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> st
     for name, one in found.items():
         facts, report = one.manifest.facts, one.report
         # a page beside this one, wherever the root lies
-        link = f"[{name}](../../{_REPORT}/{name}/{report.fingerprint}/{PAGE}{EXT})" if report else name
+        link = Link(name, f"../../{_REPORT}/{name}/{report.fingerprint}/{PAGE}{EXT}") if report else name
         rows.append(
             {
                 "snapshot": link,
