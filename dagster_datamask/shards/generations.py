@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem, LocalFileSystem
 
 from dagster_datamask.keyed import digest
+from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.writer import atomic, file_sha256, remove_temps, write_json
 
 POINTER = "current.json"
@@ -135,6 +136,11 @@ class Store:
             what = f"{asset} of snapshot {snapshot}" if snapshot else asset
             remedy = "run the job fit_global" if snapshot is None else "materialise it"
             raise NotPublished(f"{what} is not published under {self.where}; {remedy} first")
+        if (pointer["asset"], pointer["snapshot"]) != (asset, snapshot or None):
+            raise InconsistentFiles(
+                f"{self.where}/{asset}/{snapshot or ''}: its {POINTER} is of {pointer['asset']} of "
+                f"{pointer['snapshot']}; a folder was copied or renamed: move it back, or materialise {asset} anew"
+            )
         return self._published(pointer)
 
     def _pointer(self, asset: str, snapshot: str | None) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import pytest
 
 from dagster_datamask.shards.engine import map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
+from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.writer import table_file
 
 SCHEMA = pa.schema([("doc_id", pa.string())])
@@ -393,3 +394,12 @@ def test_a_record_whose_file_is_gone_does_not_speak_for_the_next_file(tmp_path: 
         with store.generation("a", "S", code_version="1", settings={"v": 3}, inputs={}) as generation:
             assert generation.record("s", ".parquet") is None
             (generation.folder / "s.parquet").write_bytes(bytes(len(body)))
+
+
+def test_a_folder_that_was_renamed_is_not_read_as_another_snapshot(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.generation("made", "A", code_version="1", settings={}, inputs={}) as generation:
+        generation.publish([], ".parquet", {})
+    store.folder("made", "A").rename(store.folder("made", "B"))
+    with pytest.raises(InconsistentFiles, match=r"made/B: its current\.json is of made of A; .* move it back"):
+        store.current("made", "B")

@@ -227,7 +227,7 @@ def _copy(store_root: Path, name: str, of: str, like: pa.Table) -> None:
         folder = store_root / asset / name
         folder.mkdir()
         told = json.loads(pointer.read_text("utf-8"))
-        write_json(folder / POINTER, told)
+        write_json(folder / POINTER, told | {"snapshot": name})
         here, there = folder / told["fingerprint"], pointer.parent / told["fingerprint"]
         here.mkdir()
         for file in ("manifest.json", NUMBERS, "report.html"):
