@@ -63,12 +63,13 @@ class Shard:
 
 class Footer(NamedTuple):
     """What a shard's footer tells: rows, 16 hex digits over it, the schema in plain types, and whether rows may lack a
-    token_count."""
+    token_count. size: the file's bytes, which a listing may tell wrongly."""
 
     rows: int
     digest: str
     schema: pa.Schema
     uncounted: bool
+    size: int
 
 
 class Source:
@@ -250,9 +251,9 @@ class Source:
         return RangedFile(file, file.seek(0, io.SEEK_END), shard.path)
 
     def footer(self, shard: Shard) -> Footer:
-        """Rows, plain schema, a cheap digest over sizes, offsets and least and greatest values of the columns, and
-        whether the column token_count is missing or has nulls (or does not tell)."""
-        with self.open(shard) as parquet:
+        """Rows, plain schema, a cheap digest over sizes, offsets and least and greatest values of the columns, whether
+        the column token_count is missing or has nulls (or does not tell), and the file's bytes."""
+        with self._parquet(shard) as (parquet, file):
             meta = parquet.metadata
             groups = [
                 (column.total_compressed_size, column.total_uncompressed_size, column.data_page_offset, _range(column))
@@ -265,6 +266,7 @@ class Source:
                 digest(meta.num_rows, repr(groups), schema.to_string(), size=8).hex(),
                 plain(schema),
                 meta.num_rows > 0 and _may_lack(meta, "token_count"),
+                file.seek(0, io.SEEK_END),
             )
 
     def batches(

@@ -154,7 +154,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
         facts = {
             "shards": len(records),
             "quarantined_shards": len(bad),
-            "source_bytes": sum(shard.size for shard in by_name.values()),
+            "source_bytes": sum(footer.size for footer in footers.values()),
             _RECOMPUTED: sum(record.source[_RECOMPUTED] for record in records),
             **({REVISION: source.revision} if source.revision else {}),
         }

@@ -251,4 +251,5 @@ def test_a_shard_that_a_listing_calls_empty_is_asked_for_before_it_is_judged(tmp
     put(tmp_path / "S" / "a.parquet")
     source = Source(str(tmp_path))
     listed = only(source)
-    assert source.footer(Shard(listed.name, listed.path, 0, listed.listed)).rows == 2
+    footer = source.footer(Shard(listed.name, listed.path, 0, listed.listed))
+    assert (footer.rows, footer.size) == (2, listed.size)
