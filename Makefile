@@ -144,4 +144,4 @@ lock: $(STAMP)
 	  --generate-hashes --universal --python-version 3.11 --no-annotate --no-header --quiet --output-file requirements.lock
 
 clean:
-	rm -rf .demo .dagster_home .benchmarks .e2e
+	rm -rf .demo .dagster_home .benchmarks .e2e .chaos
