@@ -27,10 +27,12 @@ from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.source import Source
 from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.embeddings import EMBEDDING_ROWS
-from dagster_datamask.stages.scores import SIDE_ROWS
+from dagster_datamask.stages.quality import JOIN_ROWS
 
 _DOMAINS = pa.schema([("doc_id", pa.string()), ("group", pa.string())])
 _QUOTAS_SHOWN = 50
+# who reads vectors widens them and copies them more than once
+_VECTOR_ROWS = 2048
 
 
 @dataclass(frozen=True)
@@ -238,12 +240,12 @@ class Candidates:
 
     def batches(self, shard: str) -> Iterator[pa.Table]:
         """Tables of `schema`."""
-        for rows, found in self._rows(shard, "embedding", EMBEDDING_ROWS):
+        for rows, found in self._rows(shard, "embedding", _VECTOR_ROWS):
             yield rows.append_column("embedding", found["embedding"]).select(self.schema.names)
 
-    def counted(self, shard: str) -> Iterator[pa.Table]:
-        """The tables without the vectors."""
-        for rows, _ in self._rows(shard, "reason", SIDE_ROWS):
+    def counted(self, shard: str, at_once: int = JOIN_ROWS) -> Iterator[pa.Table]:
+        """The tables without the vectors, of what at_once rows of the shard hold."""
+        for rows, _ in self._rows(shard, "reason", at_once):
             yield rows.select(self.schema.names[:-1])
 
     def clustered(self, shard: str) -> Iterator[pa.Table]:
@@ -262,7 +264,7 @@ class Candidates:
         scored: Counter[str] = Counter()
         pruned = self._inputs["pruned_documents"]
         for shard in self.shards:
-            for table in self._scored(shard, SIDE_ROWS):
+            for table in self._scored(shard, JOIN_ROWS):
                 self._add(scored, table)
             for table in self.counted(shard):
                 if splits is None:

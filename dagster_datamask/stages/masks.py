@@ -32,6 +32,7 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprin
 from dagster_datamask.stages.candidates import Candidates, Plan, plan_budget
 from dagster_datamask.stages.classifiers import precision
 from dagster_datamask.stages.embeddings import vectors_of
+from dagster_datamask.stages.scores import SIDE_ROWS
 
 _RESULT = pa.schema([("shard", pa.int32()), ("ordinal", pa.int64()), *MASKS])
 # what a person looks for comes first
@@ -96,7 +97,8 @@ def _mean_influence(generation: Generation, pool: Candidates) -> float | None:
     total, kept = 0.0, 0
     for shard in pool.shards:
         selected, at = _marks(generation, shard), 0
-        for table in pool.counted(shard):
+        # a published sum: its parts stay as they are, whatever else is read at once
+        for table in pool.counted(shard, SIDE_ROWS):
             values = table["influence"].to_numpy()[selected[at : at + len(table)]]
             total, kept, at = total + float(values.sum()), kept + values.size, at + len(table)
     return total / kept if kept else None
