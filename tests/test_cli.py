@@ -175,7 +175,7 @@ class TestRefused:
             (("--snapshots", "CC-MAIN-1999-01"), f"no snapshot 'CC-MAIN-1999-01'; there are: {', '.join(SNAPSHOTS)}"),
             (("--source", "/no/such/folder"), "source /no/such/folder does not exist; set [source] url"),
             (("--source", "abc://x"), "source abc://x: "),
-            (("--root", "s3://bucket/root"), "results go to a folder"),
+            (("--root", "hf://datasets/a/b"), "the hub takes commits"),
             (("--set", "select.lambda=1.5"), "select.lambda = 1.5: Input should be less than or equal to 1"),
             (("--set", "select.lamda=0.5"), "unknown setting select.lamda; did you mean 'select.lambda'?"),
             (("--set", "selekt.lambda=0.5"), "unknown section [selekt]; did you mean 'select'?"),

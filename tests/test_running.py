@@ -109,7 +109,7 @@ def test_dagster_home_is_made_with_the_projects_settings_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    monkeypatch.setenv("DAGSTER_HOME", "")  # so that what is set here is undone
     home = running.dagster_home()
     assert home == tmp_path / ".dagster_home"
     own = home / "dagster.yaml"

@@ -13,7 +13,7 @@ from benchmarks.influence_study import figures, worlds
 from benchmarks.influence_study.claims import BAR, CLAIMS, LEAST, Claim, Estimate, Quantity
 from benchmarks.influence_study.statistics import RESAMPLES
 from benchmarks.influence_study.subjects import HELD_OUT, REFERENCE_TOKENS, Sizes
-from dagster_datamask.reporting.tables import human, markdown_table
+from dagster_datamask.reporting.tables import Markdown, human, markdown_table
 
 FILE = "influence-study.md"
 NAMES: dict[Any, str] = {worlds.PLACE: "synthetic worlds"}
@@ -152,7 +152,7 @@ def _summary(found: Found) -> str:
         for place, estimates in found.items():
             shown = [_shown(estimates[test.key]) for test in claim.tests if test.key in estimates]
             verdict = f"**{claim.verdict(estimates)}**: {'; '.join(shown)}"
-            row[NAMES.get(place, place)] = verdict if shown else "–"
+            row[NAMES.get(place, place)] = Markdown(verdict) if shown else "–"
         rows.append(row)
     return markdown_table(rows, list(rows[0]))
 

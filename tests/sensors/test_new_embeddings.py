@@ -106,5 +106,5 @@ def test_snapshots_that_are_no_partitions_are_not_asked_for(daemon: Daemon) -> N
 
 
 def test_an_unusable_root_is_a_reason(daemon: Daemon) -> None:
-    daemon.project.settings = daemon.project.settings.replace({"storage.root": "s3://bucket/root"})
-    assert "results go to a folder" in daemon.tick()
+    daemon.project.settings = daemon.project.settings.replace({"storage.root": "hf://datasets/a/b"})
+    assert "the hub takes commits" in daemon.tick()

@@ -396,7 +396,10 @@ class TestOutdated:
         published(bare)
         for k in range(1, 110):
             for asset in ("raw_shards", "fineweb_mask_manifest", "fineweb_mask"):
-                shutil.copytree(bare.store.folder(asset, "S-000"), bare.store.folder(asset, f"S-{k:03d}"))
+                folder = bare.store.folder(asset, f"S-{k:03d}")
+                shutil.copytree(bare.store.folder(asset, "S-000"), folder)
+                told = json.loads((folder / "current.json").read_text("utf-8"))
+                write_json(folder / "current.json", told | {"snapshot": folder.name})
         assert outdated(bare.store, bare.settings) == {f"S-{k:03d}": "new" for k in range(1, 110)}
 
 
