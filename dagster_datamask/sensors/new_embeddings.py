@@ -16,6 +16,7 @@ from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.remote import RootUnusable
 from dagster_datamask.stages.base import STAGES
 from dagster_datamask.stages.corpus import STATE, outdated_masks, unsolved
 
@@ -45,7 +46,7 @@ def build_new_embeddings(settings: Settings, jobs: Mapping[str, UnresolvedAssetJ
     ) -> dg.SensorResult | dg.SkipReason:
         try:
             store = storage.store()
-        except SettingsError as error:
+        except (SettingsError, RootUnusable) as error:
             return dg.SkipReason(str(error))
         for job in _BUSY:
             runs = context.instance.get_runs(dg.RunsFilter(job_name=job, statuses=_UNDER_WAY), limit=1)

@@ -21,6 +21,7 @@ from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.sensors.runs import fit_under_way
 from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.remote import RootUnusable
 from dagster_datamask.shards.source import Source, SourceError
 from dagster_datamask.stages.base import FITTED, STAGES
 from dagster_datamask.stages.freshness import unfitted
@@ -57,7 +58,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
         try:
             source = storage.documents()
             snapshots = source.snapshots()
-        except (SourceError, SettingsError) as error:
+        except (SourceError, SettingsError, RootUnusable) as error:
             return dg.SkipReason(str(error))
         refused = source.unusable()
         for folder in refused:
