@@ -58,7 +58,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
         try:
             source = storage.documents()
             snapshots = source.snapshots()
-        except (SourceError, SettingsError, RootUnusable) as error:
+        except (SourceError, SettingsError) as error:
             return dg.SkipReason(str(error))
         refused = source.unusable()
         for folder in refused:
@@ -77,7 +77,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
             return skip(f"{len(cursor.seen)} snapshots, none new or changed")
         try:
             missing = unfitted(storage.store(), settings, source)
-        except (SettingsError, ModelUnavailable) as error:
+        except (SettingsError, RootUnusable, ModelUnavailable) as error:
             return skip(str(error))
         if missing:
             why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
