@@ -301,6 +301,9 @@ def _descendants(process: int) -> Iterator[int]:
 
 def _proportional(process: int) -> int:
     with contextlib.suppress(OSError):
+        # about to become another program, it still has the memory of this one
+        if Path(f"/proc/{process}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes():
+            return 0
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
