@@ -185,6 +185,8 @@ class RayCluster:
                 ray.init(address=self.address, **quiet)
             else:
                 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+                # its workers are the run itself, not something beside it
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 parent = tempfile.gettempdir()
                 self._folder = Path(
                     tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) < _LONGEST_FOLDER - 13 else "/tmp")
