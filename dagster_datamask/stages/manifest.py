@@ -35,7 +35,6 @@ from dagster_datamask.stages.gneissweb import content_of_categories
 from dagster_datamask.stages.ingest import set_aside
 from dagster_datamask.stages.language_model import chosen_since, other_sources
 from dagster_datamask.stages.quality import JOIN_ROWS, QUALITY_BINS, integer_histogram
-from dagster_datamask.stages.scores import SIDE_ROWS
 from dagster_datamask.stages.substrings import cut_out
 
 SIDECAR = "manifest.json"
@@ -324,7 +323,7 @@ def mask_figure(published: Published) -> bytes:
 
 def _batches(path: Callable[[str], Path], shards: Sequence[str], columns: list[str]) -> Iterator[pa.Table]:
     for shard in shards:
-        yield from read_batches(path(shard), columns, SIDE_ROWS)
+        yield from read_batches(path(shard), columns, JOIN_ROWS)
 
 
 def _sidecar(

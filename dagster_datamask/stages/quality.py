@@ -28,8 +28,8 @@ from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, fingerprin
 from dagster_datamask.stages.scores import SIDE_ROWS
 
 QUALITY_BINS = 16
-# rows of several side files at once: what is decided of a row are Python objects, a kilobyte and more together
-JOIN_ROWS = 8192
+# rows of several side files at once: what is decided of a row are Python objects, which together take a kilobyte
+JOIN_ROWS = 4096
 # the scored sample of quality_calibration
 SAMPLE_FILE = "sample.parquet"
 _SAMPLED = 10_000
