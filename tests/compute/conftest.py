@@ -1,11 +1,12 @@
 """A Ray cluster of two nodes on this machine, for all tests that need one: a process can be connected to one alone."""
 
 import os
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from tests.ports import free_port
 
 NODE = {"object_store_memory": 80 * 2**20}
 
@@ -15,9 +16,7 @@ def cluster() -> Iterator[Any]:
     """Two nodes of one core each; `client_address` is for who is on none of them."""
     utils = pytest.importorskip("ray.cluster_utils", reason="the extra ray is not installed")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     cluster = utils.Cluster(
         initialize_head=True,
         connect=False,

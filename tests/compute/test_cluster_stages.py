@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from tests.compute.conftest import NODE
 from tests.compute.places import Placed
 from tests.compute.test_places import BESIDE, published
 from tests.conftest import SNAPSHOTS
+from tests.ports import free_port
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_shard
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
@@ -188,9 +188,7 @@ def test_memory_that_runs_out_ends_with_the_remedy() -> None:
 
 def test_a_cluster_with_another_token_refuses(tmp_path: Path) -> None:
     """Ray's authentication by token, which `ray start` has on by default, on a head node of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mode = {"RAY_AUTH_MODE": "token", "RAY_TMPDIR": tempfile.mkdtemp(dir="/tmp")}
     options = ("--head", "--block", f"--port={port}", "--num-cpus=1", "--include-dashboard=false")
     head = subprocess.Popen(

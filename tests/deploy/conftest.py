@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dagster_datamask.keyed import digest
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 
 def _programs() -> Path | None:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 
 validator = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate, of the extra dev")
 # the oldest that is still supported by somebody and the newest that the schemas are there for

@@ -12,7 +12,7 @@ import yaml
 
 from tests.conftest import SNAPSHOTS
 from tests.deploy.kubernetes import Cluster, check, with_venv
-from tests.e2e.conftest import free_port
+from tests.ports import free_port
 from tests.project import Project
 from tests.test_cli import write_config
 

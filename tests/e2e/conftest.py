@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
+from tests.ports import free_port
 from tests.project import settings_for, write_shard
 from tests.test_cli import write_config
 
@@ -209,12 +209,6 @@ class Server:
                 return found
             time.sleep(2)
         raise AssertionError(f"{what}: not within {seconds:.0f} s\n{self.log.read_text()[-4000:]}")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(url: str) -> bool:
