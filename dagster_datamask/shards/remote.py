@@ -33,6 +33,7 @@ from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from dagster_datamask.keyed import digest
+from dagster_datamask.redaction import has_secret
 from dagster_datamask.shards.generations import (
     DONE,
     INPUTS,
@@ -101,8 +102,13 @@ def open_store(root: str, cache: str = "", times: Times = Times()) -> Store:
     """The store of a root: a folder, or any fsspec URL whose files can be created only once.
 
     cache: the folder for what a URL's store holds; "" is one below the user's cache folder.
-    Raises RootUnusable for a URL of no known or no usable store.
+    Raises RootUnusable for a URL of no known or no usable store, and for one that holds a credential.
     """
+    if has_secret(root):
+        raise RootUnusable(
+            "storage.root is a URL with a password or key in it; put that into the environment, where the store's own "
+            "client looks for it (such as AWS_SECRET_ACCESS_KEY), and take it out of the URL"
+        )
     if "://" not in root:
         return Store(Path(root))
     if root.startswith("file://"):
