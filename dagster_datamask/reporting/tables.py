@@ -25,8 +25,10 @@ _SUMMARY = (
     ("share", "share\nof gain", "share"),
     ("tokens_kept", "tokens\nkept", "large"),
 )
-# links, pictures, code, emphasis and HTML all begin with one of these; a cell ends at a pipe
-_MARKUP = re.compile(r"[\\|<>\[\]`*]")
+# links, pictures, code, emphasis, entities and HTML all begin with one of these; a cell ends at a pipe. An underscore
+# within a word is none
+_MARKUP = re.compile(r"[\\|<>\[\]`*&~]|(?<![^\W_])_|_(?![^\W_])")
+_NAME_CHARACTERS = len("CC-MAIN-2024-10")
 _SUMMED = ("readable", "unscored", "pruned", "kept", "budget", "tokens_kept")
 
 
@@ -44,7 +46,7 @@ def human(number: float | None) -> str:
             return f"{number / scale:.1f}".removesuffix(".0") + suffix
     if float(number).is_integer():
         return f"{int(number):,}"
-    return f"{number:.3g}" if size < 1000 else f"{number:,.0f}"
+    return f"{number:.3g}" if size < 999.5 else f"{number:,.0f}"
 
 
 def png_markdown(png: bytes, alt: str) -> str:
@@ -85,13 +87,18 @@ def summary_table(rows: Sequence[Mapping[str, Any]], title: str = "Selection by 
     Keys of a row: `snapshot, readable, unscored, pruned, kept, budget, value, gap, share, tokens_kept`; an absent or
     null value is a dash. What was kept stands alone where it is the budget, else as "kept of budget"; `unscored` shows
     where there are any. `share` is the share of the achievable gain over a uniform mask. Values and gaps are not
-    summed: they are not of one problem. A row takes about 80 columns; a narrower terminal folds cells, cutting none.
+    summed: they are not of one problem. A row takes about 80 columns; where the terminal is narrower or a name longer,
+    cells fold and none is cut.
     """
     columns = [column for column in _SUMMARY if column[0] != "unscored" or any(row.get("unscored") for row in rows)]
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=0)
     for key, heading, _ in columns:
-        name = key == "snapshot"
-        table.add_column(heading, justify="left" if name else "right", no_wrap=name, overflow="fold", vertical="bottom")
+        if key == "snapshot":
+            # Common Crawl's names stay whole; a longer one must leave room for the numbers
+            whole = all(len(str(row[key])) <= _NAME_CHARACTERS for row in rows)
+            table.add_column(heading, no_wrap=whole, overflow="fold", vertical="bottom")
+        else:
+            table.add_column(heading, justify="right", overflow="fold", vertical="bottom")
     for i, row in enumerate(rows):
         table.add_row(*(_summary_cell(row, key, how) for key, _, how in columns), end_section=i == len(rows) - 1)
     if len(rows) > 1:

@@ -1,11 +1,12 @@
 """Formatting: every number in the terminal's and the Markdown's tables reads as meant."""
 
 import base64
+import html
 import io
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -31,6 +32,8 @@ from dagster_datamask.reporting.tables import human, markdown_table, png_markdow
         (-12_345, "-12.3k"),
         (0.00123456, "0.00123"),
         (12.345, "12.3"),
+        (999.4, "999"),
+        (999.6, "1,000"),
         (1234.5, "1,234"),
         (float("nan"), "nan"),
         (float("inf"), "inf"),
@@ -78,12 +81,18 @@ def test_markdown_table_without_rows_and_without_a_column() -> None:
         markdown_table([{"a": 1, "b": 1}, {"a": 1}], ["a", "b"])
 
 
-@given(st.lists(st.text(alphabet='ab|\\\n`*_[]<>&"', max_size=12), min_size=1, max_size=4))
-def test_any_text_stays_in_its_cell(cells: list[str]) -> None:
+@given(st.lists(st.text(alphabet='ab|\\\n`*_[]<>&;#"~!', max_size=12), min_size=1, max_size=4))
+@example(["__init__", "_a_", "a_b_c", "a &lt; b", "~~a~~", "![a](b)"])
+def test_any_text_stays_in_its_cell_and_reads_as_it_is(cells: list[str]) -> None:
     text = markdown_table([{"a": c, "b": 1} for c in cells], ["a", "b"])
-    html = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
-    assert html.count("<tr>") == len(cells) + 1
-    assert html.count("<td") == 2 * len(cells)
+    rendered = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).render(text)
+    assert rendered.count("<tr>") == len(cells) + 1
+    shown = re.findall(r"<td>(.*?)</td>", rendered)
+    assert [html.unescape(cell) for cell in shown] == [" ".join(c.splitlines()).strip() for c in cells]
+
+
+def test_a_word_with_underscores_is_not_littered_with_escapes() -> None:
+    assert "| e5_embeddings |" in markdown_table([{"a": "e5_embeddings"}], ["a"])
 
 
 def _printed(rows: list[dict], width: int = 160) -> str:
@@ -155,3 +164,12 @@ def test_a_narrow_terminal_cuts_nothing_off() -> None:
     assert "…" not in narrow
     assert "CC-MAIN-2024-18" in narrow
     assert sorted("".join(wide.split()).replace("─", "")) == sorted("".join(narrow.split()).replace("─", ""))
+
+
+def test_a_long_name_folds_and_no_number_is_lost() -> None:
+    name = "CC-MAIN-2024-18." + "of-a-long-name-" * 6
+    lines = _printed([{**ROW, "snapshot": name}], width=80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert "".join(line[1:].split(" ")[0] for line in lines if line.startswith(" ")).endswith(name)
+    for part in ("1M", "450k", "100,000", "99.91%", "712.3M"):
+        assert part in "\n".join(lines)
