@@ -62,18 +62,20 @@ def fineweb_mask_manifest(run: Run, snapshot: str) -> Outcome:
         return Outcome(None, 0, {}, checks=(same,))
 
     def read(shard: str) -> Iterator[dict[str, Any]]:
-        whole = {name: Cursor(inputs[name].path(shard), None, JOIN_ROWS) for name in ("pruned_documents", *_SCORES)}
+        def opened(name: str, *columns: str) -> Cursor:
+            return Cursor(inputs[name].path(shard), ["doc_id", *columns] if columns else None, JOIN_ROWS)
+
+        whole = {"pruned_documents": opened("pruned_documents"), **{name: opened(name, "score") for name in _SCORES}}
         partial = {
-            "kmeans_clusters": Cursor(inputs["kmeans_clusters"].path(shard), None, JOIN_ROWS),
-            mask.asset: Cursor(mask.path(shard), None, JOIN_ROWS),
+            "kmeans_clusters": opened("kmeans_clusters", "cluster"),
+            mask.asset: opened(mask.asset, "selected", "score", "split", "reason"),
         }
         # by far the largest files: on an object store they would come whole to be told that every vector is good
         if any(name.startswith(BAD_EMBEDDING) for name in inputs["e5_embeddings"].record(shard).counts):
-            vectors = inputs["e5_embeddings"].path(shard)
-            partial["e5_embeddings"] = Cursor(vectors, ["doc_id", "reason"], JOIN_ROWS)
+            partial["e5_embeddings"] = opened("e5_embeddings", "reason")
         if "near_duplicates" in inputs:
-            partial["near_duplicates"] = Cursor(inputs["near_duplicates"].path(shard), None, JOIN_ROWS)
-        for table in read_batches(raw.path(shard), None, JOIN_ROWS):
+            partial["near_duplicates"] = opened("near_duplicates")
+        for table in read_batches(raw.path(shard), ["doc_id", "row", "token_count"], JOIN_ROWS):
             ids = table["doc_id"].combine_chunks()
             yield {
                 "shard": shard,
