@@ -39,6 +39,8 @@ pytest_plugins = ("tests.s3",)
 SCHEMA = pa.schema([("doc_id", pa.string())])
 # no test has to wait for a holder that is gone but the one that is about it
 TIMES = Times(renew=10.0, patience=30.0, look=0.02)
+# so that nothing hangs for ever
+SECONDS = 300
 Faults = dict[str, Callable[..., Any]]
 
 
@@ -570,6 +572,39 @@ def test_a_worker_on_another_machine_completes_shards_there(
 
 # ---- leases
 
+
+class Clock:
+    """The clock of one that waits for a lease: from the end of a sleep to that of the next the lease is renewed or
+    given back, however long that takes, and most of the patience passes. So a holder lives on a machine however busy.
+
+    naps: told how many sleeps have ended.
+    """
+
+    def __init__(self, store: Any, naps: Callable[[int], None] = lambda count: None) -> None:
+        self._remote, self._naps = store.remote, naps
+        self._now, self._count = 0.0, 0
+        self._seen: dict[str, bytes | None] = {}
+        self._pause = threading.Event()
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def time(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        before = self._seen or self._leases()
+        while (now := self._leases()) == before:
+            self._pause.wait(0.01)
+        self._seen = now
+        self._now += 0.9 * self._remote.times.patience
+        self._count += 1
+        self._naps(self._count)
+
+    def _leases(self) -> dict[str, bytes | None]:
+        return {name: self._remote.read(name) for name in self._remote.names() if "/.leases/" in name}
+
+
 _HOLDER = """
 import sys, time
 from dagster_datamask.shards.remote import Times, open_store
@@ -595,23 +630,23 @@ def holder(s3: S3Server, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     yield child
     child.kill()
-    child.wait(60)
+    child.wait()
 
 
 def test_another_machine_waits_while_the_holder_lives(
-    s3: S3Server, holder: subprocess.Popen[str], tmp_path: Path
+    s3: S3Server, holder: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
 
-    def waiting(message: str) -> None:
-        told.append(message)
-        assert holder.stdin is not None
-        threading.Timer(1.0, lambda: print(file=holder.stdin, flush=True)).start()
+    def naps(count: int) -> None:
+        # its patience has passed four times
+        if count == 5:
+            print(file=holder.stdin, flush=True)
 
-    # far longer than the holder needs from one renewal to the next, far shorter than it lives
-    store = open_store(f"{s3.url}/root", str(tmp_path / "waiter"), Times(0.05, 0.7, 0.02))
-    with store.generation("a", "S", code_version="1", settings={"v": 1}, inputs={}, waiting=waiting) as generation:
-        assert holder.wait(60) == 0
+    store = open_store(f"{s3.url}/root", str(tmp_path / "waiter"), TIMES)
+    monkeypatch.setattr(remote, "time", Clock(store, naps))
+    with store.generation("a", "S", code_version="1", settings={"v": 1}, inputs={}, waiting=told.append) as generation:
+        assert holder.wait(SECONDS) == 0
         record = generation.record("s", ".parquet")
         assert record is not None
         assert generation.path("s", ".parquet").read_bytes() == b"by the first"
@@ -630,7 +665,7 @@ def test_a_holder_that_gives_no_sign_of_life_is_taken_over_from(
         if how is signal.SIGSTOP:
             # it wakes up in the middle of its work
             holder.send_signal(signal.SIGCONT)
-            _, error = holder.communicate("\n", 60)
+            _, error = holder.communicate("\n", SECONDS)
             assert holder.returncode == 1
             assert "LeaseLost: another run has taken over" in error
         published = generation.publish([record], ".parquet", {})
@@ -642,7 +677,7 @@ def test_a_run_of_the_same_machine_need_not_wait_for_a_dead_one(
     s3: S3Server, holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     holder.kill()
-    holder.wait(60)
+    holder.wait(SECONDS)
     told: list[str] = []
     store = open_store(f"{s3.url}/root", str(tmp_path / "holder"), Times(0.05, 10_000, 10_000))
     with store.generation("a", "S", code_version="1", settings={"v": 1}, inputs={}, waiting=told.append):
@@ -660,6 +695,7 @@ def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
         leap = [0.0]
         monotonic = time.monotonic
         monkeypatch.setattr(remote.time, "monotonic", lambda: monotonic() + leap[0])
+        pause = threading.Event()
         released = threading.Event()
 
         def read(self, name):
@@ -670,7 +706,9 @@ def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
                 reads[0] += 1
                 if reads[0] == 5:
                     released.set()
-                time.sleep(0.3)
+                # the holder lives: it renews, until it gives its lease back
+                while body and not json.loads(body)["released"] and real(self, name) == body:
+                    pause.wait(0.01)
             return body
 
         monkeypatch.setattr(remote.Remote, "read", read)
@@ -682,10 +720,10 @@ def test_a_stop_of_the_waiting_run_is_no_stop_of_the_holder(
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        assert released.wait(60)
+        assert released.wait(SECONDS)
         assert got == []
         write(generation, "s", 1)
-    waiter.join(60)
+    waiter.join(SECONDS)
     assert got == ["held"]
 
 
@@ -695,18 +733,26 @@ def test_a_lease_outlives_a_store_that_does_not_answer_for_a_while(
     class EndpointConnectionError(Exception):
         """As botocore's, which is no OSError."""
 
+    tried, renewed = threading.Semaphore(0), threading.Event()
+
     def fails(real, path, *more, **options):
+        tried.release()
         raise EndpointConnectionError
+
+    def works(real, path, *more, **options):
+        real(path, *more, **options)
+        renewed.set()
 
     store: Any = open_store("faulty://root", str(tmp_path), Times(0.02, 30.0, 0.02))
     with store.generation("a", "S", code_version="1", settings={}, inputs={}) as generation:
         name = f"{generation.name}/.leases/1"
         faulty.faults["pipe_file"] = fails
-        time.sleep(0.2)
+        for _ in range(3):
+            assert tried.acquire(timeout=SECONDS)
         before = store.remote.read(name)
-        del faulty.faults["pipe_file"]
-        while store.remote.read(name) == before:
-            time.sleep(0.01)
+        faulty.faults["pipe_file"] = works
+        assert renewed.wait(SECONDS)
+        assert store.remote.read(name) != before
         write(generation, "x", 1)
         faulty.faults["pipe_file"] = fails
     faulty.faults.clear()
@@ -810,9 +856,12 @@ def test_gc_keeps_what_a_current_generation_was_made_from(url: str, machine: Mac
     assert old.fingerprint in fingerprints(store.gc(1))
 
 
-def test_gc_leaves_what_a_run_elsewhere_writes_and_reads(url: str, tmp_path: Path) -> None:
+def test_gc_leaves_what_a_run_elsewhere_writes_and_reads(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = Times(renew=0.05, patience=0.4, look=0.02)
     here, there = (open_store(url, str(tmp_path / name), times) for name in "ht")
+    monkeypatch.setattr(remote, "time", Clock(here))
     old = publish(here, 1)
     publish(here, 2)
     with there.generation("b", "S", code_version="1", settings={}, inputs={"a": old.fingerprint}) as generation:
@@ -885,10 +934,13 @@ def test_gc_leaves_what_is_published_while_it_waits_or_removes(tmp_path: Path, d
     assert current.path("s").exists()
 
 
-def test_gc_holds_what_it_removes(tmp_path: Path) -> None:
+def test_gc_holds_what_it_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that wants a generation which is being removed waits for the end of it, then makes all of it."""
     url, times = f"memory://{uuid.uuid4().hex}", Times(0.05, 0.3, 0.02)
     store, other = (open_store(url, str(tmp_path / name), times) for name in ("here", "there"))
+    waited = threading.Event()
+    # its patience has passed four times
+    monkeypatch.setattr(remote, "time", Clock(store, lambda count: waited.set() if count == 5 else None))
     old = publish(store, 1)
     publish(store, 2)
     remove, runs = remote.RemoteStore._remove, list[threading.Thread]()
@@ -896,14 +948,14 @@ def test_gc_holds_what_it_removes(tmp_path: Path) -> None:
     def slowly(self: Any, name: str, lease: Lease) -> None:
         runs.append(threading.Thread(target=publish, args=(other, 1)))
         runs[0].start()
-        time.sleep(1)
+        assert waited.wait(SECONDS)
         assert self.current("a", "S").fingerprint != old.fingerprint
         remove(self, name, lease)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remote.RemoteStore, "_remove", slowly)
         assert fingerprints(store.gc(1)) == {old.fingerprint}
-    runs[0].join(60)
+    runs[0].join(SECONDS)
     current = open_store(url, str(tmp_path / "reader"), times).current("a", "S")
     assert current.fingerprint == old.fingerprint
     assert current.path("s").exists()
