@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as examples
 
 from tests.project import SNAPSHOT_STAGES, Project, settings_for, write_labels, write_shard
 from tests.s3 import s3, s3_process
@@ -12,6 +14,12 @@ from tests.s3 import s3, s3_process
 # what the user's shell says must not reach the tests, nor the tests the user's history of runs
 for _name in ("DAGSTER_HOME", "DATAMASK_CONFIG", "DATAMASK_SOURCE", "DATAMASK_ROOT"):
     os.environ.pop(_name, None)
+
+# the same examples in each run, and as long as a busy machine needs for one
+examples.register_profile(
+    "datamask", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+examples.load_profile("datamask")
 
 __all__ = ["s3", "s3_process"]
 

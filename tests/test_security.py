@@ -80,7 +80,7 @@ def test_nasty_names_of_shards_are_refused_or_harmless(name: str) -> None:
         assert why
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     name=names.filter(
         lambda name: "/" not in name and "\0" not in name and 0 < len(name.encode("utf-8", "replace")) < 240

@@ -71,7 +71,9 @@ _texts = st.one_of(st.none(), st.sampled_from("abcdef"))
 _sources = st.lists(st.lists(st.lists(_texts, max_size=6), max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(_sources, st.sampled_from([1, 3, 1000]))
 def test_against_a_dictionary_in_any_number_of_partitions(
     tmp_path_factory: pytest.TempPathFactory, sources: Texts, rows: int

@@ -145,7 +145,9 @@ def test_probabilities_are_clamped(folder: Path) -> None:
     assert FastTextScorer(folder / "sure.bin", "a").score([text]).scores[0] == 1.0
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.none() | st.text(st.characters() | st.sampled_from("the \n\x85"), max_size=20), max_size=5))
 def test_any_text_has_a_score_or_a_reason(folder: Path, texts: list[str | None]) -> None:
     scorer = FastTextScorer(folder / "two.bin", "hq")

