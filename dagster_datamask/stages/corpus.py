@@ -597,9 +597,7 @@ def ranked(work: Path, shards: Sequence[str], scores: Reader, snapshot: str | No
             sizes.append(total - before)
     ranks = zeros_on_disk(work / "ranks.bin", np.int64, total)
     done = 0
-    with duckdb.connect() as con:
-        con.execute(f"SET memory_limit = '{_SORT_MEMORY}'")
-        con.execute(f"SET temp_directory = '{work / 'sorting'}'")
+    with duckdb.connect(config={"memory_limit": _SORT_MEMORY, "temp_directory": str(work / "sorting")}) as con:
         ordered = con.sql("SELECT row FROM read_parquet(?) ORDER BY score DESC, tie", params=[str(path)])
         batches: pa.RecordBatchReader = ordered.to_arrow_reader(SIDE_ROWS)
         for batch in batches:

@@ -465,7 +465,7 @@ def hosts(source: Source, inputs: Mapping[str, Published], scratch: Path) -> tup
     """(the HOSTS hosts with the most scored documents, hosts with scored documents, hosts with kept documents).
 
     An entry has `host`, `scored` and `kept` documents. One pass over the source's `url` column; counted on disk. All
-    empty where the source has no such column.
+    empty where the source has no such column, or one that holds no texts.
     """
     raw, manifest = inputs["raw_shards"], inputs["fineweb_mask_manifest"]
     reader = DocumentReader(source, raw)
@@ -475,17 +475,21 @@ def hosts(source: Source, inputs: Mapping[str, Published], scratch: Path) -> tup
             cursor = Cursor(manifest.path(shard), ["doc_id", "decision"], EMBEDDING_ROWS)
             for batch in reader.batches(shard, ["url"], EMBEDDING_ROWS):
                 decisions = cursor.take_all(batch.ids)["decision"]
-                if "url" in batch.rows.column_names:
-                    rows = {
-                        "host": [domain(url) for url in decode_column(batch.rows["url"])[0]],
-                        "scored": pc.is_in(decisions, value_set=pa.array(GROUPS["scored"])),
-                        "kept": pc.equal(decisions, "kept"),
-                    }
-                    writer.write(pa.table(rows, schema=_HOST_ROWS).filter(pc.field("scored")))
+                if "url" not in batch.rows.column_names:
+                    continue
+                try:
+                    urls = decode_column(batch.rows["url"])[0]
+                except TypeError:
+                    # the source's other columns are whatever they are, and no reason to have no page
+                    continue
+                rows = {
+                    "host": [domain(url) for url in urls],
+                    "scored": pc.is_in(decisions, value_set=pa.array(GROUPS["scored"])),
+                    "kept": pc.equal(decisions, "kept"),
+                }
+                writer.write(pa.table(rows, schema=_HOST_ROWS).filter(pc.field("scored")))
             cursor.end()
-    with duckdb.connect() as con:
-        con.execute(f"SET memory_limit = '{_HOSTS_MEMORY}'")
-        con.execute(f"SET temp_directory = '{scratch / 'sorting'}'")
+    with duckdb.connect(config={"memory_limit": _HOSTS_MEMORY, "temp_directory": str(scratch / "sorting")}) as con:
         con.execute(
             "CREATE TABLE hosts AS SELECT host, count(*) AS scored, count(*) FILTER (kept) AS kept "
             "FROM read_parquet(?) GROUP BY host",

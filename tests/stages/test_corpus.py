@@ -327,7 +327,10 @@ def test_ranks_of_many_shards_are_those_of_one_sorted_list(tmp_path: Path) -> No
         name: pl.DataFrame({"doc_id": [f"{name}/{k}" for k in range(len(s))], "score": s}).to_arrow()
         for name, s in shards.items()
     }
-    found = ranked(tmp_path, list(shards), lambda name: [tables[name].cast(tables["s0"].schema)])
+    # a folder whose name SQL would take for the end of a string
+    work = tmp_path / "somebody's"
+    work.mkdir()
+    found = ranked(work, list(shards), lambda name: [tables[name].cast(tables["s0"].schema)])
     ids = [f"{name}/{k}" for name, s in shards.items() for k in range(len(s))]
     order = np.lexsort((hash64(ids, 0, "tie"), -np.concatenate(list(shards.values()))))
     ranks = np.empty(len(ids), int)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -324,6 +325,25 @@ class TestPage:
         if not rows:
             assert "S holds no readable document" in html
             assert outcome.published.rows == 0
+
+    @pytest.mark.parametrize("kind", [pa.int64(), pa.list_(pa.string()), pa.dictionary(pa.int32(), pa.string())])
+    def test_a_root_with_an_apostrophe_and_urls_of_any_type(
+        self, project: Project, tmp_path: Path, kind: pa.DataType
+    ) -> None:
+        path = write_shard(tmp_path / "source", "S", "000", 2)
+        table = pq.read_table(path)
+        urls: dict[bool, list] = {True: ["https://a.org/x"] * 2, False: [1, 2] if kind == pa.int64() else [["b"], []]}
+        texts = pa.types.is_dictionary(kind)
+        at = table.schema.get_field_index("url")
+        pq.write_table(table.set_column(at, "url", pa.array(urls[texts], kind)), path)
+        root = tmp_path / "somebody's root"
+        shutil.copytree(project.store.root, root)
+        own = project.with_settings(
+            **{"source.url": str(tmp_path / "source"), "storage.root": str(root), "select.budget": "1"}
+        )
+        published = own.full("S")["snapshot_report"].published
+        hosts = json.loads((published.folder / NUMBERS).read_text("utf-8"))["hosts"]
+        assert hosts["largest"] == ([{"host": "a.org", "scored": 2, "kept": 1}] if texts else [])
 
     def test_a_source_as_it_comes_in_the_wild(self, wild: Finished) -> None:
         _, outcomes = wild
