@@ -383,7 +383,8 @@ STAGES: dict[str, Stage] = {
             ),
             ("dclm_classifier", "edu_classifier", "wiki_classifier"),
             "global",
-            "A recorded, scored sample of documents; the constants that put quality on one scale everywhere.",
+            "A recorded, scored sample of documents, and the constants that every snapshot takes from it: the qualities that "
+            "count as 0 and 1 in the objective (q_lo, q_hi), and the cut of prune.threshold = frozen (prune_threshold).",
             partitioned=False,
             on_accelerator=True,
         ),
@@ -422,7 +423,7 @@ STAGES: dict[str, Stage] = {
             (),
             ("raw_shards",),
             "cleaning",
-            "Documents whose text one before them has, byte for byte: in this snapshot or an earlier one by name.",
+            "Documents whose text is, byte for byte, that of an earlier one, in this snapshot or in one before it by name.",
         ),
         Stage(
             "contaminated_documents",
@@ -483,7 +484,7 @@ STAGES: dict[str, Stage] = {
             _COMBINATION,
             ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
             "quality",
-            "Quality 0..15: 5 times the two probabilities plus the Edu score clamped to 0..5, or their standings.",
+            "Quality 0..15: 5 x DCLM + Edu (clamped to 0..5) + 5 x Wiki, weighted; or of z-scores or ranks (score.combine).",
             rows_worth_processes=1_000_000,
             optional=(("quality_calibration", lambda settings: settings.score.combine != "sum"),),
         ),
@@ -493,7 +494,7 @@ STAGES: dict[str, Stage] = {
             ("prune.ratio", "prune.threshold", "clean.duplicates"),
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
-            "What cleaning found and the lowest share by quality marked; every row keeps its decision.",
+            "The lowest share by quality (prune.ratio) marked as pruned, beside what cleaning found; no row is removed here.",
             rows_worth_processes=1_000_000,
             optional=(
                 ("text_duplicates", lambda settings: settings.clean.duplicates == "remove"),
@@ -532,7 +533,7 @@ STAGES: dict[str, Stage] = {
             ("clean.epsilon",),
             ("pruned_documents", "e5_embeddings", "kmeans_clusters"),
             "cleaning",
-            "SemDeDup: surviving documents that say what one that is kept says, by cosine within a cluster.",
+            "SemDeDup: surviving documents nearly the same as another one that stays (kept_id), by cosine within a cluster.",
         ),
         Stage(
             "exact_substrings",
@@ -540,7 +541,7 @@ STAGES: dict[str, Stage] = {
             ("baselines.gneissweb_tokens", "source.tokenizer"),
             ("raw_shards",),
             "cleaning",
-            "Spans of at least so many tokens that an earlier document of the shard has, for GneissWeb to cut out.",
+            "Spans of baselines.gneissweb_tokens tokens or more that occurred in the shard before, for GneissWeb to cut out.",
         ),
         Stage(
             "warmup_model",
@@ -604,7 +605,9 @@ STAGES: dict[str, Stage] = {
             (*_SELECT, "clean.near_duplicates"),
             ("pruned_documents", "e5_embeddings"),
             "selection",
-            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate.",
+            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what the mask "
+            "reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what choosing "
+            "can gain over a random mask is gained.",
             on_accelerator=True,
             optional=(
                 ("quality_calibration", _apart(_reads_constants)),
