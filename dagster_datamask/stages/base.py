@@ -383,8 +383,9 @@ STAGES: dict[str, Stage] = {
             ),
             ("dclm_classifier", "edu_classifier", "wiki_classifier"),
             "global",
-            "A recorded, scored sample of documents, and the constants that every snapshot takes from it: the qualities that "
-            "count as 0 and 1 in the objective (q_lo, q_hi), and the cut of prune.threshold = frozen (prune_threshold).",
+            "A recorded, scored sample of documents, and the constants that every snapshot takes from it: the qualities "
+            "that count as 0 and 1 in the objective (q_lo, q_hi), and the cut of prune.threshold = frozen "
+            "(prune_threshold).",
             partitioned=False,
             on_accelerator=True,
         ),
@@ -423,7 +424,7 @@ STAGES: dict[str, Stage] = {
             (),
             ("raw_shards",),
             "cleaning",
-            "Documents whose text is, byte for byte, that of an earlier one, in this snapshot or in one before it by name.",
+            "Documents whose text is an earlier one's, byte for byte, in this snapshot or in one before it by name.",
         ),
         Stage(
             "contaminated_documents",
@@ -484,7 +485,7 @@ STAGES: dict[str, Stage] = {
             _COMBINATION,
             ("raw_shards", "dclm_scores", "edu_scores", "wiki_scores"),
             "quality",
-            "Quality 0..15: 5 x DCLM + Edu (clamped to 0..5) + 5 x Wiki, weighted; or of z-scores or ranks (score.combine).",
+            "Quality 0..15: 5 x DCLM + Edu (clamped to 0..5) + 5 x Wiki, or their z-scores or ranks (score.combine).",
             rows_worth_processes=1_000_000,
             optional=(("quality_calibration", lambda settings: settings.score.combine != "sum"),),
         ),
@@ -494,7 +495,7 @@ STAGES: dict[str, Stage] = {
             ("prune.ratio", "prune.threshold", "clean.duplicates"),
             ("raw_shards", "quality_scores", "quality_calibration"),
             "quality",
-            "The lowest share by quality (prune.ratio) marked as pruned, beside what cleaning found; no row is removed here.",
+            "The lowest share by quality (prune.ratio) marked as pruned, beside what cleaning found; all rows stay.",
             rows_worth_processes=1_000_000,
             optional=(
                 ("text_duplicates", lambda settings: settings.clean.duplicates == "remove"),
@@ -533,7 +534,7 @@ STAGES: dict[str, Stage] = {
             ("clean.epsilon",),
             ("pruned_documents", "e5_embeddings", "kmeans_clusters"),
             "cleaning",
-            "SemDeDup: surviving documents nearly the same as another one that stays (kept_id), by cosine within a cluster.",
+            "SemDeDup: survivors that are nearly the same as one that stays (kept_id), by cosine within a cluster.",
         ),
         Stage(
             "exact_substrings",
@@ -541,7 +542,7 @@ STAGES: dict[str, Stage] = {
             ("baselines.gneissweb_tokens", "source.tokenizer"),
             ("raw_shards",),
             "cleaning",
-            "Spans of baselines.gneissweb_tokens tokens or more that occurred in the shard before, for GneissWeb to cut out.",
+            "Spans of baselines.gneissweb_tokens or more that the shard has had before, for GneissWeb to cut out.",
         ),
         Stage(
             "warmup_model",
@@ -605,9 +606,9 @@ STAGES: dict[str, Stage] = {
             (*_SELECT, "clean.near_duplicates"),
             ("pruned_documents", "e5_embeddings"),
             "selection",
-            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what the mask "
-            "reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what choosing "
-            "can gain over a random mask is gained.",
+            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what the "
+            "mask reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what "
+            "choosing can gain over a random mask is gained.",
             on_accelerator=True,
             optional=(
                 ("quality_calibration", _apart(_reads_constants)),
