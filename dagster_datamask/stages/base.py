@@ -383,7 +383,7 @@ STAGES: dict[str, Stage] = {
             ),
             ("dclm_classifier", "edu_classifier", "wiki_classifier"),
             "global",
-            "A recorded, scored sample of documents, and the constants that every snapshot takes from it: the qualities "
+            "A recorded, scored sample of documents, and the constants every snapshot takes from it: the qualities "
             "that count as 0 and 1 in the objective (q_lo, q_hi), and the cut of prune.threshold = frozen "
             "(prune_threshold).",
             partitioned=False,
@@ -606,8 +606,8 @@ STAGES: dict[str, Stage] = {
             (*_SELECT, "clean.near_duplicates"),
             ("pruned_documents", "e5_embeddings"),
             "selection",
-            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what the "
-            "mask reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what "
+            "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what "
+            "the mask reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what "
             "choosing can gain over a random mask is gained.",
             on_accelerator=True,
             optional=(
