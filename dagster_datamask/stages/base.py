@@ -607,8 +607,8 @@ STAGES: dict[str, Stage] = {
             ("pruned_documents", "e5_embeddings"),
             "selection",
             "The mask: lambda x quality + (1 - lambda) x diversity at the budget, with its certificate. value: what "
-            "the mask reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of what "
-            "choosing can gain over a random mask is gained.",
+            "the mask reaches; upper_bound: what no mask of its size exceeds; gap: the difference; share: how much of "
+            "what choosing can gain over a random mask is gained.",
             on_accelerator=True,
             optional=(
                 ("quality_calibration", _apart(_reads_constants)),
