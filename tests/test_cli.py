@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dagster_datamask.cli import app
+from dagster_datamask.scoring.encoders import ENCODERS
 from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from tests.conftest import SNAPSHOTS
@@ -126,7 +127,7 @@ class TestRun:
                 [sys.executable, "-c", script, "run", "--snapshots", SNAPSHOTS[0], "--json"],
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=900,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             assert done.returncode == 0, done.stderr
@@ -537,6 +538,32 @@ class TestDoctor:
         assert rows["models.ultra"]["state"] == "note"
         assert "models.ultra in datamask.toml (for baselines alone)" in rows["models.ultra"]["detail"]
         assert files(tmp_path) == before
+
+    def test_the_encoder_is_the_commit_that_stages_take(self, tmp_path: Path) -> None:
+        """Without network, from a cache where the main branch has moved on from the registry's commit."""
+        name = "BAAI/bge-small-en-v1.5"
+        pinned, moved = str(ENCODERS[name].revision), "f" * 40
+        cache = tmp_path / "hub" / "models--BAAI--bge-small-en-v1.5"
+        for commit in (pinned, moved):
+            (cache / "snapshots" / commit).mkdir(parents=True)
+            for file in ("config.json", "model.safetensors"):
+                (cache / "snapshots" / commit / file).write_text("{}")
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text(moved)
+        # the hub's client reads where its cache is once, when it is imported
+        program = [sys.executable, "-m", "dagster_datamask.cli", "doctor", "--json"]
+        for ref, commit in ((name, pinned), (f"{name}@main", moved)):
+            done = subprocess.run(
+                [*program, "--set", f"models.encoder={ref}"],
+                env=os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            rows = {row["what"]: row for row in json.loads(done.stdout)["checks"]}
+            assert rows["models.encoder"]["state"] == "ok"
+            assert rows["models.encoder"]["detail"] == f"{ref}, {commit}, licence mit"
 
     def test_tells_where_shards_are_worked_on(self, datamask: Run) -> None:
         for settings, state, detail in (

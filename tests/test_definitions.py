@@ -46,7 +46,7 @@ def test_loads_without_network_gpu_credentials_or_settings_file(tmp_path: Path) 
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assets, heavy = done.stdout.splitlines()
@@ -63,7 +63,7 @@ def test_a_wrong_settings_file_is_one_clear_line_at_load(tmp_path: Path) -> None
         env={"PATH": os.defpath, "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 1
     assert "unknown setting select.lamda; did you mean 'select.lambda'?" in done.stderr.strip().splitlines()[-1]

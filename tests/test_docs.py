@@ -115,7 +115,7 @@ def test_commands_run_as_written(page: str, project: Project, tmp_path: Path) ->
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
@@ -154,7 +154,7 @@ def test_a_guide_runs_as_written_from_top_to_bottom(
         for line in block.splitlines():
             program, *argv = (filled(word, words) for word in shlex.split(line))
             if program == "dagster":
-                subprocess.run([str(Path(sys.executable).with_name(program)), *argv], check=True, timeout=300)
+                subprocess.run([str(Path(sys.executable).with_name(program)), *argv], check=True, timeout=900)
             else:
                 assert program == "datamask"
                 result = CliRunner().invoke(app, argv, catch_exceptions=False)

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import importlib.metadata
 import os
 import pickle
 import re
@@ -21,6 +22,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from dagster_datamask import __version__
 from dagster_datamask.compute import cluster as module
 from dagster_datamask.compute.base import INLINE, Inline, Poisoned, Requests, WorkerTraceback, packed
 from dagster_datamask.compute.cluster import (
@@ -40,7 +42,7 @@ from tests.compute.conftest import NODE
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -371,6 +373,19 @@ def test_a_worker_with_other_code_is_refused(cluster: Any, connected: RayCluster
         r"this process\n",
         done.stdout,
     ), done
+
+
+def test_versions_do_not_hang_on_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout where an old build left an egg-info, of which other nodes know nothing."""
+    versions = module._worker_class(ray).versions
+    before = versions()
+    assert before["dagster-datamask"] == __version__ and "pyarrow" in before
+    old = tmp_path / "dagster_datamask.egg-info"
+    old.mkdir()
+    (old / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: dagster-datamask\nVersion: 0.0.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.metadata.version("dagster-datamask") == "0.0.1"
+    assert versions() == before
 
 
 def test_a_folder_that_workers_do_not_see_is_named(

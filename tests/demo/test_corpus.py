@@ -153,7 +153,7 @@ def _tiny(folder: Path) -> CorpusSummary:
 def _half(folder: Path) -> CorpusSummary:
     (folder / "half").write_text("half")
     (folder.parent / "ready").touch()
-    time.sleep(60)
+    time.sleep(3600)
     return _tiny(folder)
 
 

@@ -95,7 +95,7 @@ def server() -> Iterator[int]:
         start_new_session=True,
     )
     try:
-        for _ in range(120):
+        for _ in range(600):
             assert process.poll() is None, "the server ended"
             with contextlib.suppress(psycopg2.OperationalError):
                 _database(port, "postgres").ask("SELECT 1")
@@ -105,7 +105,7 @@ def server() -> Iterator[int]:
     finally:
         # a fast shutdown, which waits for no client
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(300)
         shutil.rmtree(folder)
 
 

@@ -163,7 +163,7 @@ class Cluster:
         self.deleted.append(name)
         # Ray ends what it started when it is asked to
         self._processes[name].terminate()
-        self._processes.pop(name).wait(60)
+        self._processes.pop(name).wait(300)
 
     def pod_of(self, label: str, value: str) -> dict[str, Any]:
         """The pod of the one job whose pods have a label."""
@@ -193,11 +193,11 @@ class Cluster:
             for name, process in self._processes.items():
                 if name in {ray["metadata"]["name"] for ray in self.rays}:
                     process.terminate()
-                    process.wait(60)
+                    process.wait(300)
                     continue
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait(10)
+                process.wait(300)
             self._ray_folders.close()
 
 

@@ -74,7 +74,7 @@ def test_a_run_has_a_cluster_of_its_own(project: Project, tmp_path: Path) -> Non
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=900,
             check=False,
         )
         assert done.returncode == 0, f"{done.stderr[-5000:]}\n{cluster.logs()}"

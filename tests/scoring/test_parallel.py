@@ -55,13 +55,17 @@ def megabytes(pid: int, *names: str) -> float:
     return sum(int(line[1]) for line in lines if line[0].rstrip(":") in names) / 1024
 
 
-def are_gone(pids: list[int], seconds: float = 20.0) -> bool:
+def are_gone(pids: list[int], seconds: float = 300.0) -> bool:
+    def is_there(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
+    while any(map(is_there, pids)) and time.monotonic() < end:
         time.sleep(0.02)
-    return False
+    return not any(map(is_there, pids))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, CHUNK_TEXTS, 10 * CHUNK_TEXTS + 1])
@@ -159,7 +163,7 @@ def test_it_tells_of_its_model_and_takes_its_normaliser(model: Path) -> None:
 def test_no_process_outlives_one_that_is_killed(model: Path) -> None:
     code = (
         "import sys, time; from dagster_datamask.scoring.parallel import FastTextProcesses\n"
-        "scorer = FastTextProcesses(2, sys.argv[1], 'hq'); print(scorer._server.pid, flush=True); time.sleep(600)"
+        "scorer = FastTextProcesses(2, sys.argv[1], 'hq'); print(scorer._server.pid, flush=True); time.sleep(3600)"
     )
     user = subprocess.Popen([sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True)
     assert user.stdout is not None

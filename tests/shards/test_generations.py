@@ -177,7 +177,7 @@ def test_publishing_again_gives_the_same_bytes(tmp_path: Path) -> None:
 def _hold(root: Path, ready: "mp.synchronize.Event", go: "mp.synchronize.Event") -> None:
     with Store(root).generation("a", "S", code_version="1", settings={"v": 1}, inputs={}):
         ready.set()
-        go.wait(60)
+        go.wait(600)
 
 
 @pytest.mark.parametrize("how", ["finishes", "is killed"])
@@ -186,7 +186,7 @@ def test_a_second_process_waits_until_the_first(tmp_path: Path, how: str) -> Non
     ready, go = context.Event(), context.Event()
     holder = context.Process(target=_hold, args=(tmp_path, ready, go))
     holder.start()
-    assert ready.wait(60)
+    assert ready.wait(300)
     told: list[str] = []
 
     def waiting(message: str) -> None:
@@ -198,7 +198,7 @@ def test_a_second_process_waits_until_the_first(tmp_path: Path, how: str) -> Non
             os.kill(holder.pid, signal.SIGKILL)
 
     with Store(tmp_path).generation("a", "S", code_version="1", settings={"v": 1}, inputs={}, waiting=waiting):
-        holder.join(60)
+        holder.join(300)
         assert holder.exitcode == (0 if how == "finishes" else -signal.SIGKILL)
     assert len(told) == 1
     assert "another run is writing" in told[0]
