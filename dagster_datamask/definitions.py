@@ -13,6 +13,7 @@ from dagster_datamask.redaction import redact_logs
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.compute import ComputeResource
 from dagster_datamask.resources.console import console
+from dagster_datamask.resources.errors import redact_errors
 from dagster_datamask.resources.models import ModelsResource
 from dagster_datamask.resources.pods import executor
 from dagster_datamask.resources.pools import wait_without_spinning
@@ -87,5 +88,6 @@ def build_definitions(settings: Settings, **resources: dg.ConfigurableResource) 
 
 
 wait_without_spinning()
+redact_errors()
 redact_logs()
 defs = build_definitions(load_settings())

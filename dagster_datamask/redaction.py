@@ -1,19 +1,24 @@
 """Credentials belong to the environment and to nothing that is kept or shown.
 
 Here: whether a URL carries one, and texts without any. Where texts are kept or shown is the callers' matter: failures,
-the command, the doctor, and every record of Python's logging.
+the command, the doctor, the sensors, Dagster's errors (`resources.errors`), and every record of Python's logging.
 """
 
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 # names of a URL's parameters that are credentials, in the spelling of any store
 _PARAMETER = r"[\w.%-]*(?:secret|passw|token|credential|signature)[\w.%-]*|[\w.%-]*key|sig|auth|authorization"
 _PARAMETERS = re.compile(rf"(?<=[?&;])({_PARAMETER})=[^&;\s\"'<>]+", re.IGNORECASE)
-_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s@]+(?=@)")
+# to the last @ before the path: a password may hold one that nobody has escaped
+_PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):[^/\s]+(?=@)")
 _BEARER = re.compile(r"\b(Bearer|Basic) [\w.~+/=-]{8,}", re.IGNORECASE)
 # variables whose value is one; names of files that hold one are none
 _VARIABLE = re.compile(
@@ -47,7 +52,21 @@ def _values(env: Mapping[str, str]) -> list[str]:
         if len(value) >= _SHORTEST and _VARIABLE.search(name.upper()) and not _A_PLACE.search(name.upper())
     }
     # one may be a part of another
-    return sorted(found, key=len, reverse=True)
+    return sorted({text for value in found for text in _spellings(value)}, key=len, reverse=True)
+
+
+@cache
+def _spellings(value: str) -> frozenset[str]:
+    """A value as it is, and as URLs, Python and JSON write it."""
+    return frozenset(
+        {
+            value,
+            quote(value, "", errors="replace"),
+            quote_plus(value, errors="replace"),
+            repr(value)[1:-1],
+            json.dumps(value)[1:-1],
+        }
+    )
 
 
 def redact_logs() -> None:
@@ -65,25 +84,12 @@ def redact_logs() -> None:
             return record
         if (without := redacted(told)) != told:
             record.msg, record.args = without, ()
+        if record.exc_info and record.exc_info[0] is not None:
+            told = "".join(traceback.format_exception(*record.exc_info))
+            if (without := redacted(told)) != told:
+                # handlers write an error's traceback by themselves, each in its own way
+                record.exc_info = (RuntimeError, RuntimeError(without), None)
         return record
 
     record_of.redacts = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(record_of)
-
-
-def redacted_error(error: BaseException) -> BaseException:
-    """`error`; where it or what it came from tells a secret, one that tells the same without, but where it happened."""
-    chain = list(_chain(error))
-    told = [f"{type(one).__name__}: {one}" for one in chain]
-    without = [redacted(text) for text in told]
-    return error if without == told else RuntimeError(", caused by ".join(without))
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and all that a traceback shows behind it."""
-    one: BaseException | None = error
-    seen: set[int] = set()
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ or one.__context__

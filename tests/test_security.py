@@ -10,6 +10,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import dagster as dg
 import numpy as np
@@ -358,6 +359,7 @@ MARKER = "marker-of-a-secret-4711"
         ),
         ("https://s3/x?X-Amz-Credential=hidden&X-Amz-Date=1", "https://s3/x?X-Amz-Credential=***&X-Amz-Date=1"),
         ("https://acc.blob/x?sv=2&sig=hidden%2B=", "https://acc.blob/x?sv=2&sig=***"),
+        ("https://u:hidden@more@host/x", "https://u:***@host/x"),
         ("authorization: Bearer hf_hidden0123", "authorization: Bearer ***"),
         ("https://example.org/a?page=2&sort=up", "https://example.org/a?page=2&sort=up"),
         ("a 12:30@noon and x@y.z", "a 12:30@noon and x@y.z"),
@@ -456,6 +458,29 @@ def test_logs_of_libraries_tell_none(marked: list[str], caplog: pytest.LogCaptur
     finally:
         logging.setLogRecordFactory(before)
     assert caplog.messages == ["GET https://cdn/x?Signature=*** with ***", "1 of 2", "100 %"]
+
+
+def test_nor_do_the_errors_in_them(marked: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogRecordFactory()
+    try:
+        redact_logs()
+        for words in (f"{marked[0]} refused", "refused"):
+            try:
+                raise OSError(words)
+            except OSError:
+                logging.getLogger("other").exception("went on")
+    finally:
+        logging.setLogRecordFactory(before)
+    assert marked[0] not in caplog.text and "OSError: *** refused" in caplog.text
+    # what tells nothing is left as it is
+    assert caplog.records[1].exc_info and isinstance(caplog.records[1].exc_info[1], OSError)
+
+
+def test_a_value_is_found_as_it_is_written_elsewhere() -> None:
+    env = {"PRIVATE_KEY": "-----BEGIN\nab/c+d e"}
+    value = env["PRIVATE_KEY"]
+    for written in (quote(value, safe=""), quote_plus(value), repr(value), json.dumps(value), f"{OSError(value)!r}"):
+        assert "BEGIN" not in redacted(f"told {written}", env)
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------

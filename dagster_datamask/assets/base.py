@@ -17,7 +17,6 @@ import pyarrow as pa
 from dagster_datamask.failures import KIND, PERMANENT, TRANSIENT, is_transient, shard_of, told
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import asset_key, cc_snapshot
-from dagster_datamask.redaction import redacted_error
 from dagster_datamask.reporting.tables import png_markdown
 from dagster_datamask.resources.accelerator import AcceleratorResource
 from dagster_datamask.resources.compute import ComputeResource
@@ -171,10 +170,15 @@ class StageAsset:
                 )
                 snapshot = context.partition_key if stage.partitioned else ""
                 outcome = work(run, storage.documents(), snapshot)
+                experiment = used.subset(stage.reads) != settings.subset(stage.reads)
+                seconds = time.monotonic() - started
+                # reads what was published, from a store that may fail like any other
+                results = _results(stage, run, outcome, experiment, seconds, self.beside(run))
             except Exception as error:
-                raise _failure(error) from redacted_error(error)
-            experiment = used.subset(stage.reads) != settings.subset(stage.reads)
-            yield from _results(stage, run, outcome, experiment, time.monotonic() - started, self.beside(run))
+                raise _failure(error) from error
+            yield from results
+            if outcome.published is None:
+                raise _refused(stage, outcome)
 
         # Dagster reads the config's fields from the annotation, and they are this stage's settings
         asset.__annotations__["config"] = config_class(stage, settings)
@@ -237,30 +241,35 @@ def stage_asset(name: str, beside: Callable[[Run], dict[str, Any]] = lambda run:
 
 def _results(
     stage: Stage, run: Run, outcome: Outcome, experiment: bool, seconds: float, beside: dict[str, Any]
-) -> Iterator[dg.AssetCheckResult | dg.MaterializeResult]:
+) -> list[dg.AssetCheckResult | dg.MaterializeResult]:
     checks = [
         dg.AssetCheckResult(
             check_name=check.name,
             passed=check.passed,
             severity=dg.AssetCheckSeverity.ERROR if check.blocking else dg.AssetCheckSeverity.WARN,
+            # with all digits: a value above its bound may be so in the last of them
             metadata={name: value for name, value in check.facts.items() if value is not None},
         )
         for check in outcome.checks
     ]
     if outcome.published is None:
         # no materialisation: a generation that a blocking check refused was not published
-        yield from checks
-        failed = [check for check in outcome.checks if check.blocking and not check.passed]
-        raise dg.Failure(
-            f"{stage.name} was not published: "
-            + "; ".join(f"{check.name}: {_in_words(check.facts)}" for check in failed),
-            metadata={KIND: PERMANENT},
-            allow_retries=False,
+        return [*checks]
+    return [
+        dg.MaterializeResult(
+            metadata=_metadata(stage, run, outcome, outcome.published, experiment, seconds) | beside,
+            data_version=dg.DataVersion(outcome.published.fingerprint),
+            check_results=checks,
         )
-    yield dg.MaterializeResult(
-        metadata=_metadata(stage, run, outcome, outcome.published, experiment, seconds) | beside,
-        data_version=dg.DataVersion(outcome.published.fingerprint),
-        check_results=checks,
+    ]
+
+
+def _refused(stage: Stage, outcome: Outcome) -> dg.Failure:
+    failed = [check for check in outcome.checks if check.blocking and not check.passed]
+    return dg.Failure(
+        f"{stage.name} was not published: " + "; ".join(f"{check.name}: {_in_words(check.facts)}" for check in failed),
+        metadata={KIND: PERMANENT},
+        allow_retries=False,
     )
 
 
@@ -302,6 +311,8 @@ def _metadata(
     return metadata
 
 
+# of a fraction in the UI: a bound and a value still differ where their gap is 1e-7
+_DIGITS = 8
 _IN_FIGURES = ("trajectories", "report", "histogram")
 
 
@@ -313,7 +324,9 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         if name == "certificate":
             flat |= _facts({k: v for k, v in value.items() if k != "feasible_set"})
-        elif isinstance(value, bool | int | float | str):
+        elif isinstance(value, float):
+            flat[f"{prefix}{name}"] = _to_digits(value, _DIGITS)
+        elif isinstance(value, bool | int | str):
             flat[f"{prefix}{name}"] = value
         elif name == "beside":
             flat |= _facts(value, "beside/")
@@ -339,7 +352,12 @@ def _nested(value: Any) -> dg.MetadataValue:
 
 def _legible(row: dict[str, Any]) -> dict[str, Any]:
     """A record with its fractions to six digits: a table is read, and nothing is plotted from it."""
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+    return {name: _to_digits(value, 6) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _to_digits(value: float, digits: int) -> float:
+    """A fraction as people read it; what is published keeps all its digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def _table(record: dict[str, Any]) -> dg.TableMetadataValue:

@@ -14,6 +14,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL, SCORE, SELECT, SOLVE_CORPUS
 from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.redaction import redacted
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.remote import RootUnusable
@@ -47,7 +48,7 @@ def build_new_embeddings(settings: Settings, jobs: Mapping[str, UnresolvedAssetJ
         try:
             store = storage.store()
         except (SettingsError, RootUnusable) as error:
-            return dg.SkipReason(str(error))
+            return dg.SkipReason(redacted(str(error)))
         for job in _BUSY:
             runs = context.instance.get_runs(dg.RunsFilter(job_name=job, statuses=_UNDER_WAY), limit=1)
             if runs:

@@ -17,6 +17,7 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 from dagster_datamask import doctor
 from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL
 from dagster_datamask.partitions import cc_snapshot
+from dagster_datamask.redaction import redacted
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.sensors.runs import fit_under_way
@@ -59,7 +60,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
             source = storage.documents()
             snapshots = source.snapshots()
         except (SourceError, SettingsError) as error:
-            return dg.SkipReason(str(error))
+            return dg.SkipReason(redacted(str(error)))
         refused = source.unusable()
         for folder in refused:
             context.log.warning(f"folder {folder!r} of {source.url} cannot be a snapshot: rename it")
@@ -78,7 +79,7 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
         try:
             missing = unfitted(storage.store(), settings, source)
         except (SettingsError, RootUnusable, ModelUnavailable) as error:
-            return skip(str(error))
+            return skip(redacted(str(error)))
         if missing:
             why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
             if waiting and time.time() - cursor.oldest() < _LONGEST_WAIT_SECONDS:

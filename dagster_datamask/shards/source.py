@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.redaction import has_secret
+from dagster_datamask.redaction import has_secret, redacted
 from dagster_datamask.shards.ranges import RangedFile
 from dagster_datamask.shards.schemas import BadShard, check_source, plain
 
@@ -468,4 +468,5 @@ def _is_the_network_s(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    # what a store's client says can name what it signed with, and some of it is published
+    return redacted((str(error).splitlines() or [type(error).__name__])[0])
