@@ -15,7 +15,8 @@ from dagster_datamask import __version__
 from dagster_datamask.accelerator import AcceleratorUnavailable, resolve
 from dagster_datamask.failures import told
 from dagster_datamask.redaction import redacted
-from dagster_datamask.scoring.models import ModelUnavailable, resolve_model
+from dagster_datamask.scoring.encoders import EncoderSpec, encoder_spec
+from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel, resolve_model
 from dagster_datamask.scoring.quality import PARTS
 from dagster_datamask.settings import Settings, SettingsError
 from dagster_datamask.shards.remote import RemoteStore, open_store
@@ -132,9 +133,14 @@ def _model(settings: Settings, name: str) -> dict[str, str]:
         if "://" not in labels and not Path(labels).exists():
             return _row(f"models.{name}", "missing", f"'trained', but {labels} does not exist")
         return _row(f"models.{name}", "ok", f"trained from {labels}")
+    found: EncoderSpec | ResolvedModel
     try:
-        found = resolve_model(ref, filename="tokenizer.json" if name == "ultra_tokenizer" else None, setting=name)
-    except ModelUnavailable as error:
+        if name == "encoder":
+            # of a bare id of the registry the stages take its commit, wherever the branch has moved since
+            found = encoder_spec(ref, settings.models.encoder_prefix)
+        else:
+            found = resolve_model(ref, filename="tokenizer.json" if name == "ultra_tokenizer" else None, setting=name)
+    except (ModelUnavailable, ValueError) as error:
         return _row(f"models.{name}", "missing", str(error))
     return _row(f"models.{name}", "ok", f"{ref}, {found.revision}, licence {found.licence or 'not stated'}")
 
