@@ -75,6 +75,9 @@ class RayCluster:
     `processes` cores, 0 for all, and ends it. Where this process is connected already, by a resource of dagster-ray for
     one, that connection is used and left as it is. threads: of each worker's libraries; 0 for as many as the cores that
     it asks for. shared: a folder that workers have to see as this process does. log: is told of workers, and of losses.
+
+    Workers on a cluster end with what they are for, as their room is others' too. Those of a Ray that was started here
+    stay for what asks for the same next, as most of what a worker costs is its start; but not with an accelerator.
     """
 
     def __init__(
@@ -94,6 +97,11 @@ class RayCluster:
         self._token: _Token | None = None
         self._ours = False
         self._folder: Path | None = None
+        # actors without work, and what each takes
+        self._spare: list[Any] = []
+        self._spare_requests = ONE_CORE
+        # so that what is said late of a round of other work is of no round of theirs
+        self._rounds = 0
 
     @property
     def workers(self) -> int:
@@ -125,6 +133,7 @@ class RayCluster:
         if self._token is not None:
             self._token.remove()
             self._token = None
+        self._spare.clear()
         if self._ours:
             _ray().shutdown()
             self._ours = False
@@ -150,10 +159,16 @@ class RayCluster:
         if here:
             # the whole machine is the most that a worker of one machine can have
             requests = Requests(min(requests.cpus, self._cores), requests.gpus, requests.memory_gb)
+        spare, self._spare = self._spare, []
+        if requests != self._spare_requests:
+            while spare:
+                ray.kill(spare.pop())
         pool = _Pool(
             ray,
             cloudpickle.dumps(worker),
             requests,
+            spare,
+            self._rounds,
             threads=self._threads or max(1, int(requests.cpus)),
             token=None if self._token is None else self._token.path,
             elsewhere=not here,
@@ -161,12 +176,16 @@ class RayCluster:
         )
         try:
             yield pool
+            if here and not requests.gpus:
+                self._spare, self._spare_requests = pool.leave(), requests
         finally:
+            self._rounds = pool.rounds
             pool.close()
 
     def _connected(self) -> Any:
         ray = _ray()
         if not ray.is_initialized():
+            self._spare.clear()
             self._connect(ray)
             self._ours = True
         if self._shared is not None and self._token is None:
@@ -332,13 +351,18 @@ class _Round:
 
 
 class _Pool:
-    """Workers of one kind, from the first item to the end of the context that they are for."""
+    """Workers of one kind, from the first item to the end of the context that they are for.
+
+    spare: actors of this kind that are there already; rounds: how many theirs had.
+    """
 
     def __init__(
         self,
         ray: Any,
         worker: bytes,
         requests: Requests,
+        spare: list[Any],
+        rounds: int,
         *,
         threads: int,
         token: Path | None,
@@ -364,6 +388,7 @@ class _Pool:
         self._versions = actor.versions()
         # sent to each node once
         self._worker = ray.put(worker)
+        self._spare = spare
         self._workers: list[_Worker] = []
         self._room, self._counted = 0, 0.0
         # fewer than there is room for, after memory ran out
@@ -371,13 +396,13 @@ class _Pool:
         self._most = 0
         # by no item's doing, since the last item that was done; and whether one ever was
         self._lost_in_a_row, self._can_do = 0, False
-        self._round = 0
+        self.rounds = rounds
         self._said = time.monotonic()
         self._greeted = False
 
     def each(self, items: Sequence[Any], told: Callable[[Any, int], None] | None = None) -> Iterator[tuple[Any, Any]]:
         """One round, as Compute.each."""
-        self._round += 1
+        self.rounds += 1
         round_ = _Round(deque(range(len(items))))
         try:
             while round_.waiting or any(worker.under_way for worker in self._workers):
@@ -426,7 +451,7 @@ class _Pool:
         round_.failed = error
         round_.waiting.clear()
         for other in self._workers:
-            other.actor.stop.remote(self._round)
+            other.actor.stop.remote(self.rounds)
 
     def _lose(self, worker: _Worker, error: Exception, round_: "_Round") -> None:
         why, own = self._reason(worker, error)
@@ -451,10 +476,21 @@ class _Pool:
                 f"the last: {why}"
             )
 
+    def leave(self) -> list[Any]:
+        """The actors that have nothing to do, without what was built for this work; they are no more this pool's."""
+        idle = [w for w in self._workers if w.hello is None and w.probe is None and not w.under_way]
+        for worker in idle:
+            self._workers.remove(worker)
+            worker.actor.take.remote(None)
+        spare, self._spare = self._spare, []
+        return [*spare, *(worker.actor for worker in idle)]
+
     def close(self) -> None:
         """End all actors, those that wait for a place included."""
         for worker in list(self._workers):
             self._let_go(worker)
+        while self._spare:
+            self._ray.kill(self._spare.pop())
 
     def _grow(self, waiting: int) -> None:
         """As many workers as there are items and room; where the cluster may grow, as many again that wait for a place,
@@ -471,7 +507,9 @@ class _Pool:
         self._most = max(1, self._room - self._fewer)
         items = waiting + sum(len(worker.under_way) for worker in self._workers)
         for _ in range(min(items, 2 * self._most if self._elsewhere else self._most) - len(self._workers)):
-            actor = self._actor.remote(self._worker, self._threads, self._requests.gpus)
+            actor = self._spare.pop() if self._spare else self._actor.remote(self._threads, self._requests.gpus)
+            actor.take.remote(self._worker)
+            # one that was left may have ended since, which is heard before it has an item
             self._workers.append(_Worker(actor, actor.hello.remote(self._token)))
 
     def _hand_out(self, items: Sequence[Any], waiting: deque[int]) -> None:
@@ -483,7 +521,7 @@ class _Pool:
                     # taken once: a sequence may make an item when it is asked for it
                     item = items[waiting[0]]
                     place = waiting.popleft()
-                    ref = worker.actor.work.remote(self._round, place, cloudpickle.dumps(item))
+                    ref = worker.actor.work.remote(self.rounds, place, cloudpickle.dumps(item))
                     worker.under_way[ref] = place, item
 
     def _ask(self) -> None:
@@ -613,14 +651,17 @@ def _worker_class(ray: Any) -> Any:
     """
 
     class DatamaskWorker:
-        def __init__(self, worker: bytes, threads: int, gpus: float) -> None:
-            self._worker = worker
+        def __init__(self, threads: int, gpus: float) -> None:
+            self._worker: bytes | None = None
             self._threads = threads
             self._gpus = gpus
             self._work: Any = None
             self._at: int | None = None
             self._rows = 0
             self._stopped = 0
+
+        def take(self, worker: bytes | None) -> None:
+            self._worker, self._work, self._at = worker, None, None
 
         def hello(self, token: str | None) -> dict[str, Any]:
             import os
@@ -659,14 +700,16 @@ def _worker_class(ray: Any) -> Any:
             for file in sorted(folder.rglob("*.py")):
                 code.update(str(file.relative_to(folder)).encode() + file.read_bytes())
             found["dagster-datamask of code"] = code.hexdigest()[:12]
-            try:
-                found["dagster-datamask"] = importlib.metadata.version("dagster-datamask")
-                required = importlib.metadata.requires("dagster-datamask") or []
-            except importlib.metadata.PackageNotFoundError:
+            # of what was installed, which has METADATA: a build leaves an egg-info in the folder of the code, which is
+            # found from there alone and grows old
+            known = importlib.metadata.distributions(name="dagster-datamask")
+            installed = next((each for each in known if each.read_text("METADATA")), None)
+            if installed is None:
                 return found
+            found["dagster-datamask"] = installed.version
             from packaging.requirements import Requirement
 
-            for requirement in map(Requirement, required):
+            for requirement in map(Requirement, installed.requires or []):
                 if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                     try:
                         found[requirement.name] = importlib.metadata.version(requirement.name)
@@ -693,6 +736,7 @@ def _worker_class(ray: Any) -> Any:
                         # of a device that is shared, as much memory as was asked for
                         if torch.cuda.is_available():
                             torch.cuda.set_per_process_memory_fraction(self._gpus)
+                    assert self._worker is not None
                     self._work = pickle.loads(self._worker)()
                     # again for what was loaded since: PyTorch takes no more than there are cores by itself
                     use_threads(self._threads)

@@ -433,9 +433,12 @@ def test_workers_end_with_a_driver_that_is_killed(cluster: Any, connected: RayCl
 
 
 def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
-    """In a process of its own: started, used, asked for too much, ended; its stdout has what was printed here alone."""
+    """In a process of its own: started, used, asked for too much, ended; its stdout has what was printed here alone.
+
+    Between works its workers stay, without what was built for them, and one that ends meanwhile costs nothing.
+    """
     code = """
-        import os, signal
+        import os, signal, time
         from dagster_datamask.compute.base import Requests
         from dagster_datamask.compute.cluster import ClusterUnfit, RayCluster
 
@@ -445,6 +448,23 @@ def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             print("from a worker")
             return item
+
+        class Model:
+            def __del__(self):
+                open(f"let-go-{os.getpid()}", "w").close()
+
+        def holding():
+            model = Model()
+
+            def work(item, told):
+                assert model
+                open(f"tries-{item}", "a").write(".")
+                return os.getpid()
+
+            return work
+
+        def pids(items):
+            return set(dict(place.each(lambda: lambda item, told: os.getpid(), items)).values())
 
         before = signal.getsignal(signal.SIGTERM)
         with RayCluster("", processes=2) as place:
@@ -456,10 +476,28 @@ def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
                 list(place.each(lambda: work, [0], requests=Requests(gpus=64)))
             except ClusterUnfit as error:
                 print(error)
+            first = set(dict(place.each(holding, range(4))).values())
+            while not all(os.path.exists(f"let-go-{pid}") for pid in first):
+                time.sleep(0.05)
+            kept = pids(range(4))
+            assert len(first | kept) <= 2
+            os.kill(kept.pop(), signal.SIGKILL)
+            again = set(dict(place.each(holding, range(4, 8))).values())
+            assert again
+            assert [open(f"tries-{item}").read() for item in range(8)] == ["."] * 8
+            # another kind of worker takes their room
+            other = dict(place.each(holding, range(8, 10), requests=Requests(cpus=2)))
+            assert not set(other.values()) & (first | kept | again)
+            # what fails leaves no worker
+            try:
+                list(place.each(lambda: lambda item, told: 1 / 0, [0], requests=Requests(cpus=2)))
+            except ZeroDivisionError:
+                assert not set(dict(place.each(holding, [10], requests=Requests(cpus=2))).values()) & set(other.values())
             folder = place._folder
             assert folder.exists()
         assert not folder.exists()
-        os.unlink("killed")
+        for name in os.listdir("."):
+            os.unlink(name)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -561,7 +599,7 @@ class _Scripted(_Pool):
 
     def __init__(self, workers: int, script: Callable[[list[_Worker]], Iterator[tuple[_Worker, Any, Any]]]) -> None:
         self._ray = ray
-        self._most, self._round, self._lost_in_a_row, self._can_do = workers, 0, 0, False
+        self._most, self.rounds, self._lost_in_a_row, self._can_do = workers, 0, 0, False
         self._said, self._greeted, self._log = time.monotonic(), True, lambda line: None
         self._workers: list[_Worker] = []
         self._script = script(self._workers)
