@@ -587,7 +587,7 @@ def file_times_jump(world: World, rng: np.random.Generator, root: Path) -> Injec
 
     @contextmanager
     def shifted() -> Iterator[Callable[[], str]]:
-        for path in (*source.rglob("*"), *root.rglob("*")):
+        for path in sorted((*source.rglob("*"), *root.rglob("*"))):
             stat = path.stat()
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + int(hours * 3.6e12 * float(rng.random()))))
         yield lambda: "mtime"
