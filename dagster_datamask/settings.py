@@ -127,6 +127,12 @@ class StorageSettings(Section):
     cache: str = Field(
         "", description="of a bucket's files, folder of this machine's copies; '': below the user's cache folder"
     )
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="most that these copies take, those used longest ago going first; null: what leaves 15 % of the "
+        "disk free",
+    )
 
 
 class ModelsSettings(Section):

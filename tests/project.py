@@ -134,7 +134,7 @@ class Project:
         self.settings = settings
         self.log: list[str] = [] if log is None else log
         self.source = Source(settings.source.url)
-        self.store = open_store(settings.storage.root, settings.storage.cache)
+        self.store = open_store(settings.storage.root, settings.storage.cache, cache_gb=settings.storage.cache_gb)
 
     def run(self) -> Run:
         return Run(self.store, self.settings, self.settings, Accelerator(), self.log.append)

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
+import weakref
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,7 @@ from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from dagster_datamask.keyed import digest
 from dagster_datamask.redaction import has_secret
+from dagster_datamask.shards.cache import INCOMING, RECEIPTS, Cache, cache, is_verified, remove_stale, used, verified
 from dagster_datamask.shards.generations import (
     DONE,
     INPUTS,
@@ -56,15 +58,11 @@ from dagster_datamask.shards.writer import atomic, file_sha256, json_bytes, remo
 # records and other files of a generation, with sizes and hashes, in one object: a reader needs no other
 LISTING = ".listing.json"
 _LEASES = ".leases"
-_RECEIPTS = ".verified"
 # the number of the lease under which this machine wrote a generation last
 _HELD = ".held"
 # what is in a generation's folder of the cache and is none of its files
-_OWN = {LEASE, INPUTS, WORK, _RECEIPTS, _HELD}
-_INCOMING = ".incoming"
+_OWN = {LEASE, INPUTS, WORK, RECEIPTS, _HELD}
 _ATTEMPTS = 3
-# no download takes longer: its process was killed
-_STALE_SECONDS = 24 * 3600
 # requests that are under way at a time
 _AT_ONCE = 16
 # objects that gc removes before it asks again whether it may
@@ -98,10 +96,11 @@ class Times:
     look: float = 2.0
 
 
-def open_store(root: str, cache: str = "", times: Times = Times()) -> Store:
+def open_store(root: str, cache: str = "", times: Times = Times(), cache_gb: float | None = None) -> Store:
     """The store of a root: a folder, or any fsspec URL whose files can be created only once.
 
-    cache: the folder for what a URL's store holds; "" is one below the user's cache folder.
+    cache: the folder for what a URL's store holds; "" is one below the user's cache folder. cache_gb: what it may take
+    of its disk, in 10⁹ bytes; None: what leaves 15 % of it free.
     Raises RootUnusable for a URL of no known or no usable store, and for one that holds a credential.
     """
     if has_secret(root):
@@ -113,7 +112,7 @@ def open_store(root: str, cache: str = "", times: Times = Times()) -> Store:
         return Store(Path(root))
     if root.startswith("file://"):
         return Store(Path(root.removeprefix("file://")))
-    remote = Remote(root.rstrip("/"), cache, times)
+    remote = Remote(root.rstrip("/"), cache, times, None if cache_gb is None else cache_gb * 1e9)
     remote.fs  # noqa: B018 - an unknown protocol or a missing library shows here
     return RemoteStore(remote.local(), remote)
 
@@ -141,6 +140,7 @@ class Remote:
     url: str
     cache: str = ""
     times: Times = Times()
+    most: float | None = None
 
     @property
     def fs(self) -> AbstractFileSystem:
@@ -151,8 +151,16 @@ class Remote:
 
     def local(self, *names: str) -> Path:
         """Where this machine keeps what the store has under a name."""
-        cache = Path(self.cache) if self.cache else platformdirs.user_cache_path("datamask") / "roots"
-        return cache.joinpath(digest(self.url, size=8).hex(), *names)
+        return self._base.joinpath(digest(self.url, size=8).hex(), *names)
+
+    @property
+    def copies(self) -> Cache:
+        """The cache, as this process uses it."""
+        return cache(self._base, self.most)
+
+    @property
+    def _base(self) -> Path:
+        return Path(self.cache) if self.cache else platformdirs.user_cache_path("datamask") / "roots"
 
     def names(self, folder: str = "") -> dict[str, int]:
         """{name below `folder`: bytes} of all objects there, in one listing."""
@@ -277,11 +285,15 @@ class Remote:
         Raises InconsistentFiles where the store has something else than was recorded, OSError where it comes cut off.
         """
         path = self.local(folder, name)
+        # before it is looked for: what is in use stays
+        self.copies.hold(self.local(folder))
         if is_verified(self.local(folder), name, size, sha256):
+            used(self.local(folder), name)
             return path
         with _fetching(path):
             if is_verified(self.local(folder), name, size, sha256):
                 return path
+            self.copies.make_room(size)
             why = ""
             for _ in range(_ATTEMPTS):
                 with self._incoming() as temp:
@@ -310,7 +322,7 @@ class Remote:
     @contextmanager
     def _incoming(self) -> Iterator[Path]:
         """A place for what is under way, on the cache's disk but in no generation, which its writer tidies."""
-        folder = self.local(_INCOMING)
+        folder = self.local(INCOMING)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=f"{os.getpid()}-") as temp:
             yield Path(temp) / "file"
@@ -394,25 +406,6 @@ def _md5(path: Path) -> bytes:
         while block := file.read(1 << 22):
             hasher.update(block)
     return hasher.digest()
-
-
-def verified(folder: Path, name: str, size: int, sha256: str) -> None:
-    """Note beside a file of the cache that its bytes are proved, so that they are hashed once."""
-    receipt = folder / _RECEIPTS / name
-    receipt.parent.mkdir(parents=True, exist_ok=True)
-    # not named as a writer's temp file, which the holder of the lease clears away
-    temp = receipt.with_name(f"{receipt.name}~{os.getpid()}-{threading.get_ident()}")
-    temp.write_text(f"{sha256} {size} {(folder / name).stat().st_mtime_ns}", "utf-8")
-    temp.replace(receipt)
-
-
-def is_verified(folder: Path, name: str, size: int, sha256: str) -> bool:
-    """Whether the cache has the file with these bytes, untouched since they were proved."""
-    try:
-        stat, receipt = (folder / name).stat(), (folder / _RECEIPTS / name).read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return stat.st_size == size and receipt == f"{sha256} {size} {stat.st_mtime_ns}"
 
 
 _under_way: dict[Path, threading.Lock] = {}
@@ -735,7 +728,8 @@ class RemoteStore(Store):
         fingerprint = fingerprint_of(asset, snapshot, code_version, settings, inputs)
         folder = self.folder(asset, snapshot) / fingerprint
         name = _name_of(asset, snapshot, fingerprint)
-        with file_lease(folder, waiting):
+        with self.remote.copies.work(), file_lease(folder, waiting):
+            self.remote.copies.hold(folder)
             lease = Lease(self.remote, name, _lock_identity(folder / LEASE))
             lease.acquire(waiting)
             try:
@@ -832,19 +826,17 @@ class RemoteStore(Store):
         """Remove from this machine's cache what the store has no more, and no run writes here or reads."""
         there = _Everything.listed(self.remote).generations.keys()
         # a generation that was only read here has no lease of this machine
-        folders = sorted({path.parent for kept in (LEASE, _RECEIPTS) for path in self.root.glob(f"**/{kept}")})
+        folders = sorted({path.parent for kept in (LEASE, RECEIPTS) for path in self.root.glob(f"**/{kept}")})
         names = {folder: folder.relative_to(self.root).as_posix() for folder in folders}
         written = [name for folder, name in names.items() if (folder / LEASE).exists() and is_held(folder / LEASE)]
         reading = reading | self._read_by(written)
         for folder, name in names.items():
             if name in there or folder.name in reading:
                 continue
-            with lease_if_free(folder) as free:
-                if free:
+            with self.remote.copies.if_unused(folder) as unused, lease_if_free(folder) as free:
+                if unused and free:
                     shutil.rmtree(folder, ignore_errors=True)
-        for temp in self.root.glob(f"{_INCOMING}/*"):
-            if temp.stat().st_mtime < time.time() - _STALE_SECONDS:
-                shutil.rmtree(temp, ignore_errors=True)
+        remove_stale(self.root / INCOMING)
 
 
 def _on_this_machine(remote: Remote) -> RemoteStore:
@@ -965,10 +957,10 @@ class RemoteGeneration(Generation):
             if name not in self._stock.files and self._known(name) is None and (not goes_on or self._was_sent(name)):
                 path.unlink()
                 path.with_name(path.name + DONE).unlink(missing_ok=True)
-                (self.folder / _RECEIPTS / name).unlink(missing_ok=True)
+                (self.folder / RECEIPTS / name).unlink(missing_ok=True)
 
     def _was_sent(self, name: str) -> bool:
-        return (self.folder / _RECEIPTS / name).exists()
+        return (self.folder / RECEIPTS / name).exists()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "folder": None, "_sizes": None, "_listing": None}
@@ -977,6 +969,11 @@ class RemoteGeneration(Generation):
         self.__dict__.update(state)
         self.folder = self.remote.local(self.name)
         self.folder.mkdir(parents=True, exist_ok=True)
+        # as long as the worker has it, what it reads and writes is in use
+        copies = self.remote.copies
+        copies.enter()
+        copies.hold(self.folder)
+        weakref.finalize(self, copies.leave)
 
     def path(self, shard: str, ext: str) -> Path:
         name = f"{shard}{ext}"
@@ -1029,13 +1026,14 @@ class RemoteGeneration(Generation):
         for long must not overwrite what another has made meanwhile."""
         name = record.file
         # of an earlier file of that name
-        (self.folder / _RECEIPTS / name).unlink(missing_ok=True)
+        (self.folder / RECEIPTS / name).unlink(missing_ok=True)
         self._check()
         self._withdraw(name)
         self.remote.upload(self.folder / name, f"{self.name}/{name}", record.bytes, record.sha256)
         # no sooner: what has its receipt was in the store
         verified(self.folder, name, record.bytes, record.sha256)
         self._record(record)
+        self.remote.copies.make_room(0, written=record.bytes)
 
     def _record(self, record: ShardRecord) -> None:
         body = json_bytes({**asdict(record), "fingerprint": self.fingerprint})
@@ -1147,6 +1145,7 @@ class RemoteGeneration(Generation):
             if size != record.bytes:
                 continue
             other = self.remote.local(folder)
+            self.remote.copies.hold(other)
             if is_verified(other, name, record.bytes, record.sha256):
                 with atomic(self.folder / name) as temp:
                     os.link(other / name, temp)
