@@ -16,6 +16,8 @@ from typer.testing import CliRunner
 
 from dagster_datamask.cli import app
 from dagster_datamask.settings import PROFILES, Settings, section_models
+from dagster_datamask.shards.schemas import DECISIONS
+from dagster_datamask.stages.sql import VIEWS
 from tests.conftest import SNAPSHOTS
 from tests.project import SNAPSHOT_STAGES, Project, settings_for
 
@@ -56,8 +58,25 @@ def test_every_setting_is_documented_with_its_defaults() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_pictures_exist(page: str) -> None:
     path = REPO / page
-    targets = re.findall(r"\]\(([^)#]+)\)", path.read_text("utf-8"))
-    assert [t for t in targets if "://" not in t and not (path.parent / t).exists()] == []
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text("utf-8")):
+        if "://" in target:
+            continue
+        file, _, heading = target.partition("#")
+        there = path.parent / file if file else path
+        assert there.exists(), target
+        assert not heading or heading in anchors(there), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_page_about_the_manifest_names_every_view_and_every_decision() -> None:
+    page = (REPO / "docs/manifest.md").read_text("utf-8")
+    named = {view for view in VIEWS if not view.startswith("baseline_")} | set(DECISIONS)
+    assert [name for name in sorted(named) if f"`{name}`" not in page] == []
 
 
 def test_make_targets_named_in_the_pages_exist() -> None:
