@@ -492,7 +492,8 @@ def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
             try:
                 list(place.each(lambda: lambda item, told: 1 / 0, [0], requests=Requests(cpus=2)))
             except ZeroDivisionError:
-                assert not set(dict(place.each(holding, [10], requests=Requests(cpus=2))).values()) & set(other.values())
+                anew = dict(place.each(holding, [10], requests=Requests(cpus=2)))
+                assert not set(anew.values()) & set(other.values())
             folder = place._folder
             assert folder.exists()
         assert not folder.exists()
