@@ -96,12 +96,14 @@ def upstream(page: Any, server: Server, shots: Path, name: str) -> None:
     # a context of its own, as a browser remembers which groups are open; wide enough for every node's name
     context = page.context.browser.new_context(viewport={"width": 2000, "height": 1900})
     graph = context.new_page()
-    opened(graph, server, "/asset-groups~%2Bkey%3A%22fineweb_mask_manifest%22", "group_mates")
+    opened(graph, server, "/asset-groups~%2Bkey%3A%22fineweb_mask_manifest%22")
+    nodes = graph.locator("foreignObject")
     # the key is heeded once the graph is laid out
+    nodes.get_by_text("group_mates").first.wait_for()
     graph.wait_for_timeout(5000)
     graph.keyboard.press("Alt+e")
     for text in ("raw_shards", "warmup_model"):
-        graph.get_by_text(text).first.wait_for()
+        nodes.get_by_text(text).first.wait_for()
     graph.wait_for_timeout(2000)
     graph.screenshot(path=shots / name)
     context.close()

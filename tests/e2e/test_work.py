@@ -134,7 +134,7 @@ def test_a_killed_run_gives_its_slot_to_the_retry_of_what_it_did_not_finish(serv
     server.turn("retry_failed_snapshots", on=True)
     try:
         (retry,) = server.wait_for("the retry", lambda: server.runs(datamask__retry_of=killed))
-        assert server.run_end(retry["runId"], 600) == "SUCCESS"
+        assert server.run_end(retry["runId"]) == "SUCCESS"
     finally:
         server.turn("retry_failed_snapshots", on=False)
     assert retry["jobName"] == "full" and assets_of(retry) == {"edu_scores"}
