@@ -137,22 +137,27 @@ class Cluster:
         for group in (ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]):
             check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **group["template"]})
         self.rays.append(ray)
-        name = ray["metadata"]["name"]
+        self._start_head(ray["metadata"]["name"])
+        return ray
+
+    def _start_head(self, name: str) -> None:
         command = ["ray", "start", "--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
         command += ["--node-ip-address=127.0.0.1", f"--ray-client-server-port={self._ray_client}"]
         # beside other Rays of this machine; sockets lie below the folder, and a socket's path is short
         folder = self._ray_folders.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         command += [f"--dashboard-agent-listen-port={free_port()}", f"--temp-dir={folder}"]
-        with (self._folder / f"{name}.log").open("wb") as log:
+        with (self._folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command, env={**os.environ, **self._environment}, stdout=log, stderr=subprocess.STDOUT
             )
-        return ray
 
     def _state(self, name: str) -> dict[str, Any] | None:
         process = self._processes.get(name)
-        if process is None or process.poll() is not None:
+        if process is None:
             return None
+        if process.poll() is not None:
+            # as KubeRay does with a head's pod: Ray gives up where a busy machine needs more than 30 s to start it
+            self._start_head(name)
         with socket.socket() as probe:
             ready = probe.connect_ex(("127.0.0.1", self._ray_client)) == 0
         head = {"serviceIP": "127.0.0.1", "serviceName": f"{name}-head-svc"}
