@@ -38,7 +38,7 @@ from dagster_datamask.compute.cluster import (
 )
 from dagster_datamask.failures import is_transient, shard_of
 from dagster_datamask.shards.engine import AT_SHARD
-from tests.compute.conftest import NODE
+from tests.compute.conftest import NODE, until_ray_starts
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -500,12 +500,14 @@ def test_ray_of_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
         for name in os.listdir("."):
             os.unlink(name)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": "192.0.2.77:6379"},
-        capture_output=True,
-        text=True,
+    done = until_ray_starts(
+        lambda: subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": "192.0.2.77:6379"},
+            capture_output=True,
+            text=True,
+        )
     )
     assert done.returncode == 0, done.stderr
     numbers, refused = done.stdout.strip().splitlines()

@@ -20,7 +20,7 @@ from dagster_datamask.compute.cluster import RayCluster
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.stages.base import Run
 from tests.assets.conftest import execute, materialised
-from tests.compute.conftest import NODE
+from tests.compute.conftest import NODE, until_ray_starts
 from tests.compute.places import Placed
 from tests.compute.test_places import BESIDE, published
 from tests.conftest import SNAPSHOTS
@@ -162,8 +162,10 @@ except Exception as error:
 
 
 def _asked(address: str, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK, address], env=os.environ | environment, capture_output=True, text=True
+    done = until_ray_starts(
+        lambda: subprocess.run(
+            [sys.executable, "-c", _ASK, address], env=os.environ | environment, capture_output=True, text=True
+        )
     )
     return done.stdout.splitlines()
 
