@@ -10,7 +10,6 @@ step would write into it).
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,9 +23,10 @@ from transformers.activations import NewGELUActivation
 from dagster_datamask.influence.language_model import Checkpoint, Moments
 
 # logits that are held at once, and rows below which a product reads the output embeddings too often
-_LOGITS = 1 << 20
+_LOGITS = 1 << 19
 _LEAST_ROWS = 128
-_MLP_ROWS = 256
+# oneDNN's product with its bias and what follows in one pass over what it writes; None in a torch built without it
+_IN_ONE_PASS = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 class NextToken(nn.Module):
@@ -77,7 +77,7 @@ class NextToken(nn.Module):
         vocabulary = self.model.config.get_text_config().vocab_size
         at = torch.arange(4, device=device)
         tokens = at[None] % vocabulary
-        with torch.no_grad():
+        with torch.inference_mode():
             whole = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
             apart = self.model.get_output_embeddings()(self.states(tokens, at))
         return whole.shape == apart.shape and torch.allclose(whole, apart, rtol=1e-4, atol=1e-4)
@@ -110,35 +110,27 @@ def gpt2_states(decoder: Any, tokens: torch.Tensor, at: torch.Tensor) -> torch.T
     split = (n, length, 3, decoder.config.n_head, width // decoder.config.n_head)
     for block in decoder.h:
         attention, mlp = block.attn, block.mlp
-        mixed = torch.addmm(attention.c_attn.bias, block.ln_1(x), attention.c_attn.weight)
+        mixed = _linear(block.ln_1(x), attention.c_attn)
         query, key, value = mixed.view(split).permute(2, 0, 3, 1, 4)
         found = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         found = found.transpose(1, 2).reshape(n * length, width)
         if block is decoder.h[-1]:
             # what follows stays within a token
             x, found = x[at], found[at]
-        x = x + torch.addmm(attention.c_proj.bias, found, attention.c_proj.weight)
-        x = x + _mlp(mlp, block.ln_2(x))
+        x = _linear(found, attention.c_proj).add_(x)
+        x = _linear(_linear(block.ln_2(x), mlp.c_fc, gelu=True), mlp.c_proj).add_(x)
     states: torch.Tensor = decoder.ln_f(x)
     return states
 
 
-def _mlp(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    # without gradients what is between the products is used once: some rows at a time, it stays in a core's cache
-    parts = [x] if torch.is_grad_enabled() or x.is_cuda else x.split(_MLP_ROWS)
-    found = [
-        torch.addmm(mlp.c_proj.bias, _gelu(torch.addmm(mlp.c_fc.bias, part, mlp.c_fc.weight)), mlp.c_proj.weight)
-        for part in parts
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _gelu(x: torch.Tensor) -> torch.Tensor:
-    """GELU's tanh form, x·σ(2√(2/π)·(x + 0.044715·x³)); torch's own kernel takes twice as long on a CPU."""
-    if torch.is_grad_enabled() or x.is_cuda:
-        return functional.gelu(x, approximate="tanh")
-    slope = 2.0 * (2.0 / math.pi) ** 0.5
-    return (x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x)
+def _linear(x: torch.Tensor, layer: Any, gelu: bool = False) -> torch.Tensor:
+    """x·W + b of a `Conv1D`, and GELU's tanh form of it."""
+    if _IN_ONE_PASS is None or x.is_cuda or not torch.is_inference_mode_enabled():
+        found = torch.addmm(layer.bias, x, layer.weight)
+        return functional.gelu(found, approximate="tanh") if gelu else found
+    after = ("gelu", [], "tanh") if gelu else ("none", [], "")
+    fused: torch.Tensor = _IN_ONE_PASS(x, layer.weight.t(), layer.bias, *after)
+    return fused
 
 
 def _is_plain_gpt2(model: PreTrainedModel) -> bool:

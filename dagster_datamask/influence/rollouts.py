@@ -498,6 +498,9 @@ def _start(folder: Path, reference: Reference, options: ProbeOptions, lr: float,
     # one whose parent was killed would wait for work for ever
     threading.Thread(target=_leave_with_the_parent, daemon=True).start()
     torch.set_num_threads(1)
+    # the C library keeps free memory up to twice the largest block that was ever given back, and has to ask for the
+    # rest page by page again; this is the largest that it takes note of
+    torch.empty(31 << 20, dtype=torch.uint8)
     _probe = _Probe(load_checkpoint(folder), reference, options, lr, accelerator)
 
 

@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests
+from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests, Told
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import digest
 from dagster_datamask.settings import STRATEGIES, Settings, SettingsError
-from dagster_datamask.shards.engine import Given, Kernel, Progress, Reader, every_seconds, map_shards
+from dagster_datamask.shards.engine import Given, Kernel, Progress, Reader, each_shard, every_seconds, map_shards
 from dagster_datamask.shards.generations import Generation, NotPublished, Published, ShardRecord, Store, total_counts
 from dagster_datamask.shards.schemas import InconsistentFiles
 from dagster_datamask.shards.writer import ROW_GROUP_ROWS
@@ -259,7 +260,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
     return (
         Stage(
             f"{prefix}rollout_sets",
-            "3",
+            "4",
             (
                 *_REFERENCE,
                 *_group_mates(
@@ -282,7 +283,9 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
             (*_INFLUENCE_MODEL, *_group_mates("clusters")),
             (f"{prefix}rollout_sets",),
             "group_mates",
-            "The relational influence model fitted to the rollouts, its card, and clusters in influence space.",
+            "The relational influence model fitted to the rollouts, its card, and clusters in influence space. "
+            "spearman_within: how well it ranks unseen documents at one position; spearman_shuffled: how well it still "
+            "does with another rollout's predecessors, which should be worse than spearman_pooled.",
             partitioned=False,
             on_accelerator=True,
             number=number,
@@ -320,7 +323,7 @@ def _group_mates_stage(number: int) -> tuple[Stage, ...]:
         ),
         Stage(
             f"{prefix}continued_model",
-            "3",
+            "4",
             tuple(sorted({*_LANGUAGE_MODEL, *_REFERENCE, *_GROUP_SELECTION})),
             (checkpoint_of(number), f"{prefix}influence_model"),
             "group_mates",
@@ -337,7 +340,7 @@ STAGES: dict[str, Stage] = {
     for stage in (
         Stage(
             "dclm_classifier",
-            "1",
+            "2",
             ("models.dclm", "models.dclm_label", "score.dclm_labels"),
             (),
             "global",
@@ -346,7 +349,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "edu_classifier",
-            "1",
+            "2",
             (
                 "models.edu",
                 "models.encoder",
@@ -365,7 +368,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "wiki_classifier",
-            "1",
+            "2",
             ("models.wiki", "models.wiki_label", "score.wiki_labels"),
             (),
             "global",
@@ -464,7 +467,7 @@ STAGES: dict[str, Stage] = {
         # for baselines alone: a model that cannot be had must block nothing else
         Stage(
             "ultra_classifier",
-            "1",
+            "2",
             ("models.ultra", "models.ultra_label", "models.ultra_tokenizer", "score.ultra_labels"),
             (),
             "baselines",
@@ -840,7 +843,7 @@ class Run:
         cores by itself. Raises Poisoned with the remedy.
         """
         here = isinstance(self.compute, Inline | Processes)
-        try:
+        with self._remedied(generation.snapshot, "all others are done. "):
             return map_shards(
                 generation,
                 shards,
@@ -857,16 +860,48 @@ class Run:
                 compute=INLINE if here and stage.rows_worth_processes is None else self.compute,
                 requests=self.requests(stage),
                 inline_below=(stage.rows_worth_processes or 0) if here else 0,
-                apart=partial(Processes, 1, self.settings.compute.threads, log=self.log),
+                apart=self._apart,
             )
+
+    def each_shard(
+        self,
+        stage: Stage,
+        snapshot: str,
+        shards: Sequence[str],
+        worker: Callable[[], Callable[[str, Told], Any]],
+        scratch: Path,
+        ext: str,
+        *,
+        total_rows: int | None = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """Every shard with what the worker makes of it, in any order, where `map_shards` would do it: for what comes
+        before files, and is small. total_rows: of all shards; None where it is what is asked for, in this process.
+        Marks of shards that are done here are in `scratch`. Raises Poisoned with the remedy."""
+        worth = stage.rows_worth_processes
+        few = worth is None or total_rows is None or len(shards) == 1 or total_rows < worth
+        here = total_rows is None or isinstance(self.compute, Inline | Processes)
+        compute = INLINE if here and few else self.compute
+        with self._remedied(snapshot):
+            yield from each_shard(
+                worker, shards, scratch, ext, compute=compute, requests=self.requests(stage), apart=self._apart
+            )
+
+    @property
+    def _apart(self) -> Callable[[], Processes]:
+        return partial(Processes, 1, self.settings.compute.threads, log=self.log)
+
+    @contextmanager
+    def _remedied(self, snapshot: str | None, done: str = "") -> Iterator[None]:
+        try:
+            yield
         except Poisoned as error:
-            aside = ", ".join(f'"{generation.snapshot}/{shard}"' for shard in error.why)
-            raise Poisoned(
-                error.why,
-                "all others are done. Where memory ran out give a worker more of it (a smaller compute.processes, on a "
-                "cluster memory_gb in compute.requests) and run it again; to go on without, set source.set_aside = "
-                f"[{aside}] and materialise raw_shards again",
-            ) from error
+            aside = ", ".join(f'"{snapshot}/{shard}"' for shard in error.why)
+            remedy = (
+                "Where memory ran out give a worker more of it (a smaller compute.processes, on a cluster memory_gb in "
+                "compute.requests) and run it again; to go on without, set source.set_aside = "
+                f"[{aside}] and materialise raw_shards again"
+            )
+            raise Poisoned(error.why, done + (remedy if done else remedy[0].lower() + remedy[1:])) from error
 
     def requests(self, stage: Stage) -> Requests:
         """What one worker of the stage takes of a cluster: as compute.requests has it, else a core for each of
