@@ -56,7 +56,7 @@ def model_card(name: str, report: dict[str, Any], *, data: str, data_revision: s
         "## Data",
         f"`{data}`, content `{data_revision}`: {report['n_train']} rows trained on, {report['n_heldout']} held out, "
         f"{report['n_without_text']} left out for want of text. The held-out rows are chosen by a keyed hash of the "
-        "text, so equal texts are on one side.",
+        "text, so that texts equal but for white space and case are on one side.",
         _table(("label", "rows"), sorted(report["labels"].items())),
         "## Training",
         _table(("setting", "value"), [("seed", report["seed"]), *sorted(report["settings"].items())]),

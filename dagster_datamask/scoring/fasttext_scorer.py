@@ -18,7 +18,7 @@ from dagster_datamask.scoring.models import content_revision
 from dagster_datamask.scoring.text import NO_TOKENS, NON_FINITE, normaliser_of, screen
 
 # the bytes at which fastText's own reader splits a line into words
-_TOKEN = re.compile("[^ \n\r\t\v\f\0]+")
+TOKEN = re.compile("[^ \n\r\t\v\f\0]+")
 _END_OF_LINE = "</s>"
 LABEL_PREFIX = "__label__"
 
@@ -101,7 +101,7 @@ class FastTextScorer:
         return ScoredBatch(scores, reasons, notes)
 
     def _has_known_token(self, line: str) -> bool:
-        for match in _TOKEN.finditer(line):
+        for match in TOKEN.finditer(line):
             token = match.group()
             if token == _END_OF_LINE:
                 return False

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dagster_datamask.keyed import hash64
-from dagster_datamask.scoring.fasttext_scorer import LABEL_PREFIX, FastTextScorer
+from dagster_datamask.scoring.fasttext_scorer import LABEL_PREFIX, TOKEN, FastTextScorer
 from dagster_datamask.scoring.regression import SCALE_MAX, Head, int_score
 from dagster_datamask.scoring.text import decode_column, normaliser_of, screen
 
@@ -57,7 +57,8 @@ class CalibrationBin:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """What a trained scorer does on the 20 % of texts held out by a keyed hash, equal texts together.
+    """What a trained scorer does on the 20 % of texts held out by a keyed hash, together those that are equal but for
+    white space and case.
 
     kind: `fasttext`, `logistic_head` or `ridge_head`. threshold: the prediction from which a row counts as
     positive (0.5 for a probability, 2.5 for a logistic head's 5·p, Edu's 3 for a ridge head, whose rows are
@@ -151,14 +152,14 @@ def train_fasttext(
     positive = _two_classes(labels, positive_label, negative_label)
     usable, kept, n_without_text = _with_text(texts, len(positive))
     positive = positive[kept]
-    held_out = _held_out(usable, seed)
-    _require_both(positive, held_out)
-
     normalise = normaliser_of(normaliser, tokenizer)
     # label marks inside a text would be taken as its label; when scoring, fastText ignores them
     lines = [
-        " ".join(token for token in normalise(text).split() if not token.startswith(LABEL_PREFIX)) for text in usable
+        " ".join(token for token in TOKEN.findall(normalise(text)) if not token.startswith(LABEL_PREFIX))
+        for text in usable
     ]
+    held_out = _held_out(lines, seed)
+    _require_both(positive, held_out)
     train = np.flatnonzero(~held_out)
     keys = hash64((lines[i] for i in train), seed, "fasttext-order")
     order = train[np.lexsort((positive[train], keys))]
@@ -237,7 +238,7 @@ def train_embedding_head(
     """
     from sklearn.linear_model import LogisticRegression, RidgeCV
 
-    wanted = _numbers(targets)
+    wanted = head_targets(targets)
     if vectors.ndim != 2 or len(vectors) != len(wanted) or len(texts) != len(wanted):
         raise ValueError(
             f"{list(vectors.shape)} vectors, {len(wanted)} targets and {len(texts)} texts: "
@@ -249,10 +250,6 @@ def train_embedding_head(
     useless = np.flatnonzero(~np.isfinite(wide).all(axis=1) | ~wide.any(axis=1))
     if useless.size:
         raise ValueError(f"row {int(useless[0])}: its vector is zero or not finite; leave such rows out")
-    outside = np.flatnonzero((wanted < 0) | (wanted > SCALE_MAX))
-    if outside.size:
-        row = int(outside[0])
-        raise ValueError(f"row {row}: target {wanted[row]} lies outside [0, {SCALE_MAX:g}]; rescale the targets")
     held_out = _held_out(texts, seed)
     train, held = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     binary = bool(np.isin(wanted, (0.0, 1.0)).all())
@@ -318,11 +315,14 @@ def _two_classes(labels: Sequence[Label | None], positive_label: str, negative_l
     return values
 
 
-def _numbers(targets: Sequence[Label | None] | np.ndarray) -> np.ndarray:
+def head_targets(targets: Sequence[Label | None] | np.ndarray) -> np.ndarray:
+    """float64[n] in [0, 5]. Raises ValueError naming the row of what is no finite number there."""
     values = np.zeros(len(targets))
     for row, target in enumerate(targets):
         if target is None or isinstance(target, str) or not math.isfinite(target):
             raise ValueError(f"row {row}: target {target!r} is no finite number; leave unlabelled rows out")
+        if not 0 <= target <= SCALE_MAX:
+            raise ValueError(f"row {row}: target {target} lies outside [0, {SCALE_MAX:g}]; rescale the targets")
         values[row] = float(target)
     return values
 
@@ -337,8 +337,10 @@ def _with_text(texts: Sequence[str | None], n_labels: int) -> tuple[list[str], n
 
 
 def _held_out(texts: Sequence[str], seed: int) -> np.ndarray:
-    """bool[n]: a text keeps its side when rows are added, and equal texts are on one side."""
-    return hash64(texts, seed, "heldout") < np.uint64(int(HELD_OUT_SHARE * 2**64))
+    """bool[n]: a text keeps its side when rows are added. Copies of a page differ in line breaks and spaces, which no
+    classifier here reads, so texts that are equal but for white space and case are on one side."""
+    same = (" ".join(text.split()).casefold() for text in texts)
+    return hash64(same, seed, "heldout") < np.uint64(int(HELD_OUT_SHARE * 2**64))
 
 
 def _require_both(positive: np.ndarray, held_out: np.ndarray) -> None:

@@ -7,7 +7,7 @@ the published classifier as a Scorer. What a classifier computes is `scoring`'s.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from dagster_datamask.scoring.regression import EmbeddingHeadScorer, Head, Trans
 from dagster_datamask.scoring.training import (
     DIMENSION,
     TrainingReport,
+    head_targets,
     read_labels,
     train_embedding_head,
     train_fasttext,
@@ -254,18 +255,20 @@ def _fit_fasttext(run: Run, part: str, texts: list, targets: list, out: Path) ->
 
 
 def _fit_head(run: Run, part: str, texts: list, targets: list, out: Path) -> TrainingReport:
+    # the file's rows are named, and before the costly part
+    wanted = head_targets(targets)
     encoder = Encoder(edu_encoder(run.settings), run.accelerator, run.settings.embed.batch_tokens)
     encoded = encoder.encode(texts)
     kept = [i for i, reason in enumerate(encoded.reasons) if reason is None]
     head, report = train_embedding_head(
         encoded.vectors[kept],
-        [targets[i] for i in kept],
+        wanted[kept],
         texts=[texts[i] for i in kept],
         encoder=encoder.spec.identity,
         seed=_TRAINING_SEED,
     )
     head.save(out)
-    return report
+    return replace(report, n_without_text=len(texts) - len(kept))
 
 
 def open_scorer(published: Published, settings: Settings, accelerator: Accelerator) -> Scorer:

@@ -95,6 +95,36 @@ def test_equal_texts_are_on_one_side_and_keep_it(tmp_path: Path) -> None:
     assert (twice.n_train, twice.n_heldout) == (2 * once.n_train, 2 * once.n_heldout)
 
 
+def copies(text: str) -> list[str]:
+    """One page as crawlers store it: broken elsewhere, padded, in capitals."""
+    return [text, text.replace(" ", "\n", 2), f"  {text}\r\n", text.replace(" ", "\u00a0 "), text.upper()]
+
+
+def test_copies_that_differ_in_white_space_and_case_are_on_one_side(tmp_path: Path) -> None:
+    texts, labels = labelled(100)
+    every = [copy for text in texts for copy in copies(text)]
+    times = len(every) // len(texts)
+    repeated = [label for label in labels for _ in range(times)]
+    once = train_fasttext(texts, labels, tmp_path / "m.bin", seed=5, dim=4)
+    many = train_fasttext(every, repeated, tmp_path / "m.bin", seed=5, dim=4)
+    assert (many.n_train, many.n_heldout) == (times * once.n_train, times * once.n_heldout)
+    _, head = train_embedding_head(unit_vectors(100), labels, texts=texts, encoder="enc", seed=5)
+    _, heads = train_embedding_head(unit_vectors(100 * times), repeated, texts=every, encoder="enc", seed=5)
+    assert (heads.n_train, heads.n_heldout) == (times * head.n_train, times * head.n_heldout)
+
+
+def test_words_are_those_that_are_scored(tmp_path: Path) -> None:
+    """fastText parts words at ASCII blanks alone: what stands on both sides of a no-break or an ideographic space is
+    one word when a text is scored, and so when it is learnt."""
+    words = {True: "good\u00a0sea", False: "bad\u3000road"}
+    labels = [row % 2 == 0 for row in range(100)]
+    texts = [f"{words[label]} page{row}" for row, label in enumerate(labels)]
+    report = train_fasttext(texts, labels, tmp_path / "m.bin", seed=0, dim=8)
+    assert report.auc == 1.0
+    good, poor = FastTextScorer(tmp_path / "m.bin", "hq").score(list(words.values())).scores
+    assert good > 0.9 and poor < 0.1
+
+
 def test_label_marks_inside_a_text_are_not_its_label(tmp_path: Path) -> None:
     texts, labels = labelled(80)
     marked = [f"{text} __label__hq __label__other" for text in texts]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import fasttext
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -117,6 +118,35 @@ def test_rows_are_counted_by_what_became_of_them(project: Project, tmp_path: Pat
     outcome = project.with_settings(**{"score.dclm_labels": str(labels / "dclm.parquet")}).stage("dclm_classifier", "")
     assert outcome.published.record("dclm.bin").counts["no_text"] == 2
     assert outcome.rows_in == sum(outcome.counts.values()) == 80
+
+
+def edu_with(project: Project, folder: Path, texts: dict[int, str | None], labels: dict[int, float]) -> Project:
+    """The project with a few of edu's labelled rows changed."""
+    path = write_labels(folder) / "edu.parquet"
+    rows = pq.read_table(path).to_pylist()
+    for row, text in texts.items():
+        rows[row]["text"] = text
+    for row, label in labels.items():
+        rows[row]["label"] = label
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return project.with_settings(**{"score.edu_labels": str(path)})
+
+
+def test_the_card_of_a_head_counts_the_rows_without_text(project: Project, tmp_path: Path) -> None:
+    outcome = edu_with(project, tmp_path / "labels", {0: None, 3: " "}, {}).stage("edu_classifier", "")
+    assert outcome.published.record("edu.json").counts["no_text"] == 2
+    assert outcome.published.facts["report"]["n_without_text"] == 2
+    card = card_of(outcome.published)
+    assert card is not None and "2 left out for want of text" in card
+
+
+@pytest.mark.parametrize(("label", "message"), [(float("nan"), "target nan"), (5.5, r"target 5\.5 lies outside")])
+def test_a_bad_label_of_edu_is_named_by_its_row_of_the_file(
+    project: Project, tmp_path: Path, label: float, message: str
+) -> None:
+    changed = edu_with(project, tmp_path / "labels", {0: None, 3: " "}, {7: label})
+    with pytest.raises(ValueError, match=f"row 7: {message}"):
+        changed.stage("edu_classifier", "")
 
 
 @pytest.fixture
