@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dagster_datamask.accelerator import resolve
-from dagster_datamask.redaction import redact_logs, redacted
+from dagster_datamask.redaction import redact_logs, redacted, write_error
 from dagster_datamask.settings import Settings, SettingsError, load_settings, parse_objective
 
 if TYPE_CHECKING:
@@ -46,7 +46,12 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     warnings.filterwarnings("ignore", category=UserWarning, module="dagster")
     redact_logs()
-    app()
+    try:
+        app()
+    except Exception as error:
+        # a defect, or an error of some library: where it happened belongs to who tells of it
+        write_error(error)
+        sys.exit(1)
 
 
 @contextmanager

@@ -8,7 +8,10 @@ import json
 import logging
 import os
 import re
+import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -70,7 +73,8 @@ def _spellings(value: str) -> frozenset[str]:
 
 
 def redact_logs() -> None:
-    """Make every record of this process's loggers, libraries' included, one without secrets."""
+    """From now on this process writes no secret by itself: in records of loggers, libraries' included, in warnings, and
+    in what a thread ends by."""
     make = logging.getLogRecordFactory()
     if getattr(make, "redacts", False):
         return
@@ -93,3 +97,17 @@ def redact_logs() -> None:
 
     record_of.redacts = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(record_of)
+    in_words = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: redacted(in_words(*args, **kwargs))
+    threading.excepthook = _of_a_thread
+
+
+def write_error(error: BaseException) -> None:
+    """Write an error that nobody caught on stderr as Python does, but for secrets."""
+    sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+
+
+def _of_a_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is not None and ended.exc_type is not SystemExit:
+        sys.stderr.write(f"Exception in thread {ended.thread.name if ended.thread else 'without a name'}:\n")
+        write_error(ended.exc_value)

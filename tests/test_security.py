@@ -6,6 +6,8 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -474,6 +476,40 @@ def test_nor_do_the_errors_in_them(marked: list[str], caplog: pytest.LogCaptureF
     assert marked[0] not in caplog.text and "OSError: *** refused" in caplog.text
     # what tells nothing is left as it is
     assert caplog.records[1].exc_info and isinstance(caplog.records[1].exc_info[1], OSError)
+
+
+def test_nothing_that_python_itself_writes_tells_one(marked: list[str]) -> None:
+    """Warnings, what a thread ends by, what the command fails by, and what a worker's library logs."""
+    code = """
+import logging, os, threading, warnings
+from dagster_datamask import cli, redaction
+from dagster_datamask.compute.local import Processes
+
+secret = os.environ["HF_TOKEN"]
+
+def fails(*args):
+    raise ValueError(f"failed with {secret}")
+
+def logs(item, told):
+    import logging, os
+    logging.getLogger("store").warning("a worker has %s", os.environ["HF_TOKEN"])
+
+redaction.redact_logs()
+warnings.warn(f"warned of {secret}")
+thread = threading.Thread(target=fails, name="reader")
+thread.start()
+thread.join()
+places = Processes(2)
+list(places.each(lambda: logs, [0, 1]))
+places.close()
+cli.app = fails
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    for words in ("warned of ***", "Exception in thread reader", "failed with ***", "a worker has ***"):
+        assert words in done.stderr
+    assert [secret for secret in marked if secret in done.stdout + done.stderr] == []
 
 
 def test_a_value_is_found_as_it_is_written_elsewhere() -> None:

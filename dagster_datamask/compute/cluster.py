@@ -723,12 +723,14 @@ def _worker_class(ray: Any) -> Any:
             import cloudpickle
 
             from dagster_datamask.compute.base import use_threads
+            from dagster_datamask.redaction import redact_logs
 
             if round_ <= self._stopped:
                 return pickle.dumps((_STOPPED, None))
             self._at, self._rows = place, 0
             try:
                 if self._work is None:
+                    redact_logs()
                     use_threads(self._threads)
                     if 0 < self._gpus < 1:
                         import torch

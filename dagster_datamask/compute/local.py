@@ -36,6 +36,7 @@ from dagster_datamask.compute.base import (
     thread_variables,
     unpacked,
 )
+from dagster_datamask.redaction import redact_logs
 
 _SECONDS_TO_END = 10.0
 # how often a process looks whether the one that started it is there: its pipe may be held open by a fork of that
@@ -251,6 +252,7 @@ def serve(handle: int, parent: int) -> None:
     """The program of a process: build the worker that it is sent for its first item, do items one by one."""
     # an interrupt is the user's to the program that asks, which ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    redact_logs()
     pipe = Connection(handle)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, parent, messages), daemon=True).start()
