@@ -5,13 +5,14 @@ Here as workers import it by name. The process that opened it, by whose environm
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-# the process that is spared, and the name that kills
-SPARED, DEADLY = "DATAMASK_TEST_SPARED", "DATAMASK_TEST_DEADLY"
+# the process that is spared, the name that kills, and a folder with a file for each time that it shall not, yet
+SPARED, DEADLY, NOT_YET = "DATAMASK_TEST_SPARED", "DATAMASK_TEST_DEADLY", "DATAMASK_TEST_NOT_YET"
 
 
 class DeadlyFileSystem(LocalFileSystem):
@@ -24,7 +25,11 @@ class DeadlyFileSystem(LocalFileSystem):
     def open(self, path: str, *args: Any, **options: Any) -> Any:
         deadly = os.environ.get(DEADLY)
         if deadly and deadly in path and os.environ.get(SPARED) != str(os.getpid()):
-            os.kill(os.getpid(), signal.SIGKILL)
+            for left in Path(os.environ[NOT_YET]).iterdir():
+                left.unlink()
+                break
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().open(path, *args, **options)
 
 

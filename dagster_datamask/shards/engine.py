@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -80,7 +81,7 @@ def map_shards(
     origins: dict[str, str] = {}
     done = 0
     for shard in shards:
-        with _at(shard):
+        with at_shard(shard):
             record = generation.record(shard, ext)
             if record is None:
                 origins[shard] = origin(shard)
@@ -95,11 +96,7 @@ def map_shards(
     # not by what is left: the last one missing may be one that ends its reader
     if inline_below and (len(shards) == 1 or total_rows < inline_below):
         compute = INLINE
-    here = isinstance(compute, Inline)
-    # an earlier run began it in its own process, and did not come to an end
-    suspect = [shard for shard in missing if here and apart is not None and _mark(generation, shard, ext).exists()]
     reached = dict.fromkeys(missing, 0)
-    lost: dict[str, str] = {}
 
     def told(task: _Task, rows: int) -> None:
         # what is told late is in the record already
@@ -107,41 +104,99 @@ def map_shards(
             reached[task.shard] = rows
         progress(done + sum(reached.values()), total_rows, task.shard)
 
-    def work_on(some: Sequence[str], place: Compute) -> None:
-        nonlocal done
-        inline = isinstance(place, Inline)
-        worker = _Worker(generation, read, kernel, schema, ext, source, group_rows, marks=inline and apart is not None)
-        try:
-            for task, record in place.each(worker, _Tasks(some, origins, gives), requests=requests, told=told):
-                del reached[task.shard]
-                records[task.shard] = record
-                done += record.rows_in
-                progress(done + sum(reached.values()), total_rows, task.shard)
-        except Poisoned as error:
-            lost.update({task.shard: why for task, why in error.why.items()})
-        finally:
-            # what lost workers left half-written; those of this call have ended
-            if not inline:
-                remove_temps(generation.folder)
-
-    with _at(missing[0]):
+    with at_shard(missing[0]):
         gives = None if given is None else given()
-    if suspect and apart is not None:
-        # before this process holds a model of its own
-        with apart() as place:
-            work_on(suspect, place)
-        for shard in records.keys() & set(suspect):
-            _mark(generation, shard, ext).unlink()
-    if rest := [shard for shard in missing if shard not in suspect]:
-        work_on(rest, compute)
-    if lost:
-        raise Poisoned(lost)
+    try:
+        for task, record in each_shard(
+            _Worker(generation, read, kernel, schema, ext, source, group_rows),
+            missing,
+            generation.work,
+            ext,
+            items=lambda some: _Tasks(some, origins, gives),
+            compute=compute,
+            requests=requests,
+            told=told,
+            apart=apart,
+        ):
+            del reached[task.shard]
+            records[task.shard] = record
+            done += record.rows_in
+            progress(done + sum(reached.values()), total_rows, task.shard)
+    finally:
+        # what lost workers left half-written; those of this call have ended
+        if apart is not None or not isinstance(compute, Inline):
+            remove_temps(generation.folder)
     return [records[shard] for shard in shards]
 
 
-def _mark(generation: Generation, shard: str, ext: str) -> Path:
+def each_shard(
+    worker: Callable[[], Callable[[Any, Told], Any]],
+    shards: Sequence[str],
+    scratch: Path,
+    ext: str,
+    *,
+    items: Callable[[Sequence[str]], Sequence[Any]] = lambda shards: shards,
+    compute: Compute = INLINE,
+    requests: Requests = ONE_CORE,
+    told: Callable[[Any, int], None] = lambda item, rows: None,
+    apart: Callable[[], AbstractContextManager[Compute]] | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Every shard's item with its result, as Compute.each has it; `items` makes those of some shards, told apart by
+    their text, which is the shard's name.
+
+    One that is done in this process leaves a mark in `scratch` while it is, by its name and `ext`, for the case that it
+    ends this process. Shards with such a mark are done first, where `apart` opens a place for that. Raises Poisoned,
+    naming shards, when all others are done.
+    """
+    marks = _Marks(scratch, ext)
+    here = isinstance(compute, Inline) and apart is not None
+    # an earlier run began it in its own process, and did not come to an end
+    suspect = [shard for shard in shards if here and marks.of(shard).exists()]
+    lost: dict[str, str] = {}
+
+    def done(place: Compute, worker: Callable[[], Callable[[Any, Told], Any]], some: Sequence[str]) -> Iterator[Any]:
+        try:
+            yield from place.each(worker, items(some), requests=requests, told=told)
+        except Poisoned as error:
+            lost.update({str(item): why for item, why in error.why.items()})
+
+    if suspect and apart is not None:
+        # before this process holds a model of its own
+        with apart() as place:
+            for item, result in done(place, worker, suspect):
+                marks.of(str(item)).unlink()
+                yield item, result
+    if rest := [shard for shard in shards if shard not in suspect]:
+        yield from done(compute, partial(marks.kept, worker) if here else worker, rest)
+    if lost:
+        raise Poisoned(lost)
+
+
+@dataclass(frozen=True)
+class _Marks:
     """What stands in the scratch of this machine while this process is at a shard."""
-    return generation.work / f".began-{shard}{ext}"
+
+    folder: Path
+    ext: str
+
+    def of(self, shard: str) -> Path:
+        return self.folder / f".began-{shard}{self.ext}"
+
+    def kept(self, worker: Callable[[], Callable[[Any, Told], Any]]) -> Callable[[Any, Told], Any]:
+        """The worker, which does each item while its mark stands."""
+        work: list[Callable[[Any, Told], Any]] = []
+
+        def marked(item: Any, told: Told) -> Any:
+            mark = self.of(str(item))
+            mark.touch()
+            try:
+                if not work:
+                    work.append(worker())
+                return work[0](item, told)
+            finally:
+                mark.unlink(missing_ok=True)
+
+        return marked
 
 
 @dataclass(frozen=True)
@@ -175,7 +230,7 @@ class _Tasks(Sequence[_Task]):
         if isinstance(at, slice):
             return _Tasks(self._shards[at], self._origins, self._given)
         shard = self._shards[at]
-        with _at(shard):
+        with at_shard(shard):
             return _Task(shard, self._origins[shard], () if self._given is None else (self._given(shard),))
 
 
@@ -190,32 +245,18 @@ class _Worker:
     ext: str
     source: Callable[[str], Mapping[str, Any]]
     group_rows: int
-    # whether a mark stands while it is at a shard
-    marks: bool
 
     def __call__(self) -> Callable[[_Task, Told], ShardRecord]:
         built: list[tuple[Kernel, pa.Schema]] = []
 
         def work(task: _Task, told: Told) -> ShardRecord:
-            with _at(task.shard), self._marked(task.shard):
+            with at_shard(task.shard):
                 if not built:
                     run = self.kernel()
                     built.append((run, self.schema if isinstance(self.schema, pa.Schema) else self.schema()))
                 return self._done(task, told, *built[0])
 
         return work
-
-    @contextmanager
-    def _marked(self, shard: str) -> Iterator[None]:
-        if not self.marks:
-            yield
-            return
-        mark = _mark(self.generation, shard, self.ext)
-        mark.touch()
-        try:
-            yield
-        finally:
-            mark.unlink(missing_ok=True)
 
     def _done(self, task: _Task, told: Told, run: Kernel, schema: pa.Schema) -> ShardRecord:
         shard, counts, rows_in = task.shard, Counter[str](), 0
@@ -238,9 +279,12 @@ class _Worker:
 
 
 @contextmanager
-def _at(shard: str) -> Iterator[None]:
+def at_shard(shard: str) -> Iterator[None]:
+    """Marks what is raised within as of that shard; what names its shards itself stays as it is."""
     try:
         yield
+    except Poisoned:
+        raise
     except Exception as error:
         error.add_note(f"{AT_SHARD}{shard}")
         raise

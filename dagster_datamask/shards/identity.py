@@ -17,6 +17,8 @@ from dagster_datamask.keyed import hash128
 # 2 million records of 32 bytes: a partition and its sort take about 200 MB
 _PARTITION_ROWS = 2_000_000
 _MAX_PARTITIONS = 512
+# what is divided among partitions at once
+_SPILLED_ROWS = 65_536
 _RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("shard", "<i8"), ("row", "<i8")])
 OWN_ROW, SAME_ROW = 0, 1
 
@@ -47,6 +49,12 @@ def renamed(doc_id: str, row: int, shard: str, kind: int) -> str:
     return f"{doc_id}#{row}" if kind == OWN_ROW else f"{doc_id}#{row}#{shard}"
 
 
+def hashes(batches: Iterable[tuple[int, list[str]]]) -> np.ndarray:
+    """uint64[rows, 2]: the 128-bit hashes of a shard's ids by its rows, from its (first row, ids) batches."""
+    found = [hash128(ids) for _, ids in batches]
+    return np.concatenate(found) if found else np.empty((0, 2), np.uint64)
+
+
 class Duplicates:
     """Rows of a snapshot that are later duplicates of an id, found through spill files in `folder`."""
 
@@ -54,15 +62,30 @@ class Duplicates:
         self.folder = folder
         self.partitions = min(_MAX_PARTITIONS, max(1, -(-total_rows // _PARTITION_ROWS)))
 
-    def find(self, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]) -> None:
-        """Spill (first row, ids) batches of every shard and write each shard's duplicate rows.
+    def find(
+        self,
+        shards: Sequence[str],
+        read: Callable[[str], Iterable[tuple[int, list[str]]]],
+        hashed: Iterable[tuple[str, np.ndarray]] | None = None,
+    ) -> None:
+        """Spill the hashes of every shard's ids and write each shard's duplicate rows.
 
-        A shard with duplicates is read once more. Raises IdCollision if an id made for a duplicate is also some
-        document's own id.
+        read(shard): (first row, ids) batches. hashed: `hashes` of every shard, in any order, of what was read
+        elsewhere; here if not given. A shard with duplicates is read once more. Raises IdCollision if an id made for a
+        duplicate is also some document's own id.
         """
         for old in self.folder.glob("*.bin"):
             old.unlink()
-        self._spill("ids", ((number, first, ids) for number, s in enumerate(shards) for first, ids in read(s)))
+        numbers = {shard: number for number, shard in enumerate(shards)}
+        of_all = ((shard, hashes(read(shard))) for shard in shards) if hashed is None else hashed
+        self._spill(
+            "ids",
+            (
+                (numbers[shard], first, found[first : first + _SPILLED_ROWS])
+                for shard, found in of_all
+                for first in range(0, len(found), _SPILLED_ROWS)
+            ),
+        )
         for p in range(self.partitions):
             self._resolve(p, shards)
         self._spill("made", self._made(shards, read))
@@ -76,11 +99,11 @@ class Duplicates:
             return {}
         return {int(row): int(kind) for row, kind in np.fromfile(path, dtype="<i8").reshape(-1, 2)}
 
-    def _spill(self, kind: str, batches: Iterable[tuple[int, int, list[str]]]) -> None:
+    def _spill(self, kind: str, batches: Iterable[tuple[int, int, np.ndarray]]) -> None:
         with ExitStack() as stack:
             files = [stack.enter_context(self._spilled(kind, p).open("wb")) for p in range(self.partitions)]
-            for shard, first, ids in batches:
-                for p, records in enumerate(self._split(shard, first, ids)):
+            for shard, first, found in batches:
+                for p, records in enumerate(self._split(shard, first, found)):
                     files[p].write(records.tobytes())
 
     def _spilled(self, kind: str, p: int) -> Path:
@@ -88,13 +111,13 @@ class Duplicates:
 
     def _made(
         self, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]
-    ) -> Iterator[tuple[int, int, list[str]]]:
+    ) -> Iterator[tuple[int, int, np.ndarray]]:
         for number, shard in enumerate(shards):
             rows = self.of(shard)
             for first, ids in read(shard) if rows else ():
                 for row in range(first, first + len(ids)):
                     if row in rows:
-                        yield number, row, [renamed(ids[row - first], row, shard, rows[row])]
+                        yield number, row, hash128([renamed(ids[row - first], row, shard, rows[row])])
 
     def _check_made(
         self, p: int, shards: Sequence[str], read: Callable[[str], Iterable[tuple[int, list[str]]]]
@@ -115,13 +138,12 @@ class Duplicates:
                     "own id; rename that id at its source"
                 )
 
-    def _split(self, shard: int, first: int, ids: list[str]) -> Iterator[np.ndarray]:
-        hashes = hash128(ids)
-        records = np.empty(len(ids), dtype=_RECORD)
-        records["high"], records["low"] = hashes[:, 0], hashes[:, 1]
+    def _split(self, shard: int, first: int, found: np.ndarray) -> Iterator[np.ndarray]:
+        records = np.empty(len(found), dtype=_RECORD)
+        records["high"], records["low"] = found[:, 0], found[:, 1]
         records["shard"] = shard
-        records["row"] = np.arange(first, first + len(ids))
-        parts = self._partition(hashes)
+        records["row"] = np.arange(first, first + len(found))
+        parts = self._partition(found)
         for p in range(self.partitions):
             yield records[parts == p]
 

@@ -701,7 +701,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "snapshot_report",
-            "3",
+            "4",
             (),
             (
                 "raw_shards",
@@ -716,7 +716,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "selection_report",
-            "3",
+            "4",
             (),
             (),
             "reports",
@@ -895,6 +895,9 @@ class Run:
         try:
             yield
         except Poisoned as error:
+            if isinstance(error.__cause__, Poisoned):
+                # by what came before the files of these shards
+                raise
             aside = ", ".join(f'"{snapshot}/{shard}"' for shard in error.why)
             remedy = (
                 "Where memory ran out give a worker more of it (a smaller compute.processes, on a cluster memory_gb in "

@@ -7,25 +7,26 @@ model. Text itself is never copied.
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from dagster_datamask.compute.base import TRIES, Poisoned
+from dagster_datamask.compute.base import TRIES, Poisoned, Told
 from dagster_datamask.keyed import digest, hash64
 from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import load_same_tokenizer, resolve_tokenizer, token_counts
 from dagster_datamask.settings import SettingsError
-from dagster_datamask.shards.engine import BATCH_ROWS, Counts
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts, at_shard
 from dagster_datamask.shards.generations import Published
-from dagster_datamask.shards.identity import Duplicates, base_ids, renamed
+from dagster_datamask.shards.identity import Duplicates, base_ids, hashes, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
-from dagster_datamask.shards.source import REVISION, Shard, Source
+from dagster_datamask.shards.source import REVISION, Footer, Shard, Source
 from dagster_datamask.shards.writer import table_file
-from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, finish
+from dagster_datamask.stages.base import STAGES, Check, Outcome, Run, Stage, finish
 
 QUARANTINED_FILE = "quarantined_shards.parquet"
 # among the inputs, before the name of a shard that was left out; why it was, where the settings ask for it
@@ -42,8 +43,8 @@ def raw_shards(run: Run, source: Source, snapshot: str) -> Outcome:
 
     Tokens of a text whose row has no count are counted with source.tokenizer, which is looked for only where a shard
     may lack counts; '' leaves them null. Shards of source.set_aside are not read, and those that cannot be read, or end
-    whatever process reads them, with on_bad_shard = quarantine; quarantined_shards tells why. Footers and ids are read
-    by this process.
+    whatever process reads them, with on_bad_shard = quarantine; quarantined_shards tells why. Of a shard's ids the
+    hashes come back here, 16 bytes a row.
 
     Raises SettingsError where source.set_aside names a shard that is not there, ModelUnavailable for a tokenizer that
     is needed and not there, SourceError (no such snapshot, no shards), ColumnClash (columns that cannot stand in one
@@ -101,7 +102,7 @@ def _in_key(why: str) -> str:
 def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> Outcome:
     stage = STAGES["raw_shards"]
     by_name = {shard.name: shard for shard in source.shards(snapshot) if shard.name not in bad}
-    footers = {name: source.footer(shard) for name, shard in by_name.items()}
+    footers = _footers(run, stage, source, snapshot, by_name)
     # the export would fail on these columns after all the work is done
     joined((by_name[name].path, footer.schema) for name, footer in footers.items())
     written = {name: source.written(shard) for name, shard in by_name.items()}
@@ -118,7 +119,17 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
 
         def duplicates() -> Callable[[str], dict[int, int]]:
             found = Duplicates(generation.work, total)
-            found.find(list(by_name), lambda name: _ids(source, by_name[name]))
+            read = partial(_ids, source, by_name)
+            hashed = run.each_shard(
+                stage,
+                snapshot,
+                list(by_name),
+                lambda: lambda name, told: _hashes(read, name),
+                generation.work,
+                ".ids",
+                total_rows=total,
+            )
+            found.find(list(by_name), read, hashed)
             return found.of
 
         def kernel() -> _Identify:
@@ -201,7 +212,28 @@ def _rows(
         first += len(batch)
 
 
-def _ids(source: Source, shard: Shard) -> Iterator[tuple[int, list[str]]]:
+def _footers(run: Run, stage: Stage, source: Source, snapshot: str, by_name: dict[str, Shard]) -> dict[str, Footer]:
+    def worker() -> Callable[[str, Told], Footer]:
+        def footer(name: str, told: Told) -> Footer:
+            with at_shard(name):
+                return source.footer(by_name[name])
+
+        return footer
+
+    # of this machine, be the root where it may, and there before what footers tell makes a generation
+    marks = run.store.folder(stage.name, snapshot)
+    marks.mkdir(parents=True, exist_ok=True)
+    found = dict(run.each_shard(stage, snapshot, list(by_name), worker, marks, ".footer"))
+    return {name: found[name] for name in by_name}
+
+
+def _hashes(read: Callable[[str], Iterator[tuple[int, list[str]]]], name: str) -> np.ndarray:
+    with at_shard(name):
+        return hashes(read(name))
+
+
+def _ids(source: Source, by_name: dict[str, Shard], name: str) -> Iterator[tuple[int, list[str]]]:
+    shard = by_name[name]
     for batch in _rows(source, shard, ("id",), _ID_ROWS, {}):
         yield batch.first, base_ids(batch.column("id"), shard.name, batch.first, len(batch.rows))[0]
 

@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,26 +13,39 @@ import pytest
 
 from dagster_datamask.compute.base import Poisoned
 from dagster_datamask.compute.local import Processes
-from dagster_datamask.failures import is_transient, told
+from dagster_datamask.failures import is_transient, shard_of, told
 from dagster_datamask.settings import SettingsError
 from dagster_datamask.stages.ingest import QUARANTINED_FILE
 from tests import deadly
 from tests.compute.places import Elsewhere, Placed
 from tests.project import Project, write_shard
 
-# as if its texts were broken pages that a reader does not survive; footers and ids are read before
+# as if it had broken pages that a reader does not survive; its footer is read by this process
 POISON = "b_poison"
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Elsewhere]:
+def not_yet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("not_yet")
+
+
+@pytest.fixture(scope="module")
+def place(not_yet: Path) -> Iterator[Elsewhere]:
     """Two processes to which that shard is deadly, while it is not to this one."""
     before = dict(os.environ)
-    os.environ |= {deadly.DEADLY: POISON, deadly.SPARED: str(os.getpid())}
+    os.environ |= {deadly.DEADLY: POISON, deadly.SPARED: str(os.getpid()), deadly.NOT_YET: str(not_yet)}
     with Processes(2, threads=1) as processes:
         yield Elsewhere(processes)
     os.environ.clear()
     os.environ |= before
+
+
+@pytest.fixture(params=[0, 1], ids=["ids", "texts"])
+def survived(request: pytest.FixtureRequest, not_yet: Path) -> int:
+    """How often the shard is read to no harm: not even for its ids, or for these but not for all else."""
+    for number in range(request.param):
+        (not_yet / str(number)).touch()
+    return int(request.param)
 
 
 @pytest.fixture
@@ -48,7 +64,7 @@ def aside(outcome: object) -> list[dict[str, str]]:
 
 
 def test_a_shard_that_ends_its_readers_is_quarantined_and_the_rest_counts(
-    project: Project, source: Path, place: Elsewhere
+    project: Project, source: Path, place: Elsewhere, survived: int
 ) -> None:
     changed = placed(project, source, place, **{"source.on_bad_shard": "quarantine"})
     outcome = changed.stage("raw_shards", "S")
@@ -65,21 +81,21 @@ def test_a_shard_that_ends_its_readers_is_quarantined_and_the_rest_counts(
     assert changed.stage("raw_shards", "S").published.fingerprint == outcome.published.fingerprint
 
 
-def test_without_quarantine_all_others_are_done_and_the_remedy_goes_on(
-    project: Project, source: Path, place: Elsewhere
+def test_without_quarantine_it_is_named_with_the_remedy_that_goes_on(
+    project: Project, source: Path, place: Elsewhere, survived: int
 ) -> None:
+    """Others are done before it is told, unless it has no ids: which of theirs are duplicates is not known then."""
     changed = placed(project, source, place)
     with pytest.raises(Poisoned) as caught:
         changed.stage("raw_shards", "S")
     line = told(caught.value)
     assert f"{POISON} (SIGKILL)" in line and f'source.set_aside = ["S/{POISON}"]' in line and "\n" not in line
-    assert not is_transient(caught.value)
+    assert not is_transient(caught.value) and shard_of(caught.value) is None
     assert project.store.published("raw_shards", "S") is None
     (generation,) = (path for path in (project.store.root / "raw_shards" / "S").iterdir() if path.is_dir())
-    assert sorted(path.name for path in generation.glob("*.done.json")) == [
-        "a.parquet.done.json",
-        "c.parquet.done.json",
-    ]
+    done = ["a.parquet.done.json", "c.parquet.done.json"] if survived else []
+    assert sorted(path.name for path in generation.glob("*.done.json")) == done
+    assert ("all others are done" in line) is bool(survived)
     assert list(generation.rglob("*.tmp*")) == []
 
     outcome = changed.with_settings(**{"source.set_aside": [f"S/{POISON}", "OTHER/a"]}).stage("raw_shards", "S")
@@ -119,3 +135,41 @@ def test_a_shard_that_is_set_aside_and_not_there_is_an_error_that_names_the_near
     changed = project.with_settings(**{"source.url": str(source), "source.set_aside": ["S/b_poisn"]})
     with pytest.raises(SettingsError, match=f"S has no shard 'b_poisn'; did you mean 'S/{POISON}'?"):
         changed.stage("raw_shards", "S")
+
+
+DEADLY_HERE = """
+import os, sys
+from pathlib import Path
+from dagster_datamask.compute.base import INLINE
+from dagster_datamask.settings import Settings
+from tests import deadly
+from tests.project import Project, settings_for
+
+source, root, labels, not_yet = map(Path, sys.argv[1:])
+os.environ |= {deadly.DEADLY: "b_poison", deadly.NOT_YET: str(not_yet)}
+options = (f"source.url=deadly://{source}", "source.on_bad_shard=quarantine")
+outcome = Project(settings_for(source, root, labels, *options)).stage("raw_shards", "S")
+print(outcome.published.shards)
+"""
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2], ids=["footer", "ids", "texts"])
+def test_a_shard_that_ends_the_run_s_own_process_ends_one_run_alone(
+    source: Path, labels: Path, tmp_path: Path, reads: int
+) -> None:
+    """As where rows are few and nothing is done elsewhere: the first run ends, and the next one quarantines it."""
+    (tmp_path / "not_yet").mkdir()
+
+    def go() -> subprocess.CompletedProcess[str]:
+        for number in range(reads):
+            (tmp_path / "not_yet" / str(number)).touch()
+        arguments = map(str, (source, tmp_path / "root", labels, tmp_path / "not_yet"))
+        command = [sys.executable, "-c", DEADLY_HERE, *arguments]
+        return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+
+    assert go().returncode == -signal.SIGKILL
+    second = go()
+    assert second.stdout == "('a', 'c')\n", second.stderr
+    # what tells the next run that its footer is not to be read in its own process
+    left = [] if reads else [".began-b_poison.footer"]
+    assert [path.name for path in (tmp_path / "root").rglob(".began-*")] == left
