@@ -231,8 +231,12 @@ def thread_variables(threads: int) -> dict[str, str]:
 
 
 def use_threads(threads: int) -> None:
-    """From now on this process computes on so many threads: libraries that are loaded, and those that will be."""
+    """From now on this process computes on so many threads, be there as many cores or fewer: libraries that are loaded,
+    and those that will be."""
     os.environ.update(thread_variables(threads))
+    if threads > len(os.sched_getaffinity(0)):
+        # what is loaded later takes no more than there are cores, and it orders its sums by their number
+        import torch
     threadpool_limits(threads)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)

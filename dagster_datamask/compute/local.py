@@ -35,6 +35,7 @@ from dagster_datamask.compute.base import (
     packed,
     thread_variables,
     unpacked,
+    use_threads,
 )
 from dagster_datamask.redaction import redact_logs
 
@@ -203,7 +204,12 @@ class _Process:
         self._job = 0
         # a program of its own, not a second import of whatever this one's main module is
         self._program = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"import {__name__} as local; local.serve({theirs.fileno()}, {os.getpid()})"],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                f"import {__name__} as local; local.serve({theirs.fileno()}, {os.getpid()}, {threads})",
+            ],
             pass_fds=[theirs.fileno()],
             env=os.environ
             | thread_variables(threads)
@@ -248,7 +254,7 @@ class _Process:
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def serve(handle: int, parent: int) -> None:
+def serve(handle: int, parent: int, threads: int) -> None:
     """The program of a process: build the worker that it is sent for its first item, do items one by one."""
     # an interrupt is the user's to the program that asks, which ends this one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -272,6 +278,8 @@ def serve(handle: int, parent: int) -> None:
             if work is None:
                 assert worker is not None
                 work = pickle.loads(worker)()
+                # what it loaded went by the environment, and by the cores that there are
+                use_threads(threads)
             result = cloudpickle.dumps(work(pickle.loads(message[0]), lambda rows: send(_TOLD, rows)))
         except Exception as error:
             send(_FAILED, packed(error))
