@@ -103,12 +103,24 @@ def test_every_check_says_what_it_means(defs: dg.Definitions) -> None:
         assert spec.description and spec.description.endswith("."), key
 
 
-def test_assets_on_the_accelerator_share_the_gpu_pool_and_no_other_does(defs: dg.Definitions) -> None:
+def pools_of(defs: dg.Definitions) -> dict[str, set[str]]:
     graph = defs.resolve_asset_graph()
-    pools = {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}
+    return {key.to_user_string(): graph.get(key).pools for key in graph.get_all_asset_keys()}
+
+
+def test_the_accelerator_and_room_for_a_model_are_pools_and_nothing_else_is(defs: dg.Definitions) -> None:
+    pools = pools_of(defs)
     assert {name for name, pool in pools.items() if pool == {"gpu"}} == {
         name for name, stage in active(load_settings(os.devnull, env={})).items() if stage.on_accelerator
     }
+    assert {name for name, pool in pools.items() if pool == {"model"}} == {"dclm_scores", "wiki_scores", "ultra_scores"}
+    assert set().union(*pools.values()) == {"gpu", "model"}
+
+
+@pytest.mark.parametrize("elsewhere", ["compute.backend=ray", "compute.executor=k8s_job"])
+def test_models_that_lie_in_other_memories_are_no_pool(elsewhere: str) -> None:
+    pytest.importorskip("dagster_k8s", reason="the extra k8s is not installed")
+    pools = pools_of(build_definitions(load_settings(os.devnull, [elsewhere], env={})))
     assert set().union(*pools.values()) == {"gpu"}
 
 

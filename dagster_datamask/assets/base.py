@@ -191,11 +191,20 @@ class StageAsset:
             code_version=code_version(stage, settings),
             owners=["team:datamask"],
             kinds={"torch"} if stage.on_accelerator else {"html"} if stage.group == "reports" else {"parquet"},
-            pool="gpu" if stage.on_accelerator else None,
+            pool=_pool(stage, settings),
             op_tags=op_tags(stage, settings),
             check_specs=_check_specs(stage),
             retry_policy=RETRIES,
         )(asset)
+
+
+def _pool(stage: Stage, settings: Settings) -> str | None:
+    """What runs at the same time take in turn: the accelerator, and room for a model in their machine's memory."""
+    if stage.on_accelerator:
+        return "gpu"
+    # pods and Ray's workers have memory of their own, by compute.requests
+    on_this_machine = settings.compute.backend == "local" and settings.compute.executor == "in_process"
+    return "model" if stage.loads_fasttext and on_this_machine else None
 
 
 def _failure(error: Exception) -> dg.Failure:
@@ -277,7 +286,7 @@ def _metadata(
     stage: Stage, run: Run, outcome: Outcome, published: Published, experiment: bool, seconds: float
 ) -> dict[str, Any]:
     # the UI keeps this order: results and figures, then what they were made from
-    facts = dict(sorted(_facts(outcome.facts).items(), key=lambda fact: _lines(fact[1])))
+    facts = dict(sorted(_facts(outcome.facts).items(), key=lambda fact: (_lines(fact[1]), _place(fact[0]))))
     metadata: dict[str, Any] = {"dagster/row_count": published.rows, **facts}
     metadata |= {name: dg.MetadataValue.md(png_markdown(png, name)) for name, png in outcome.figures.items()}
     metadata["rows_in"] = outcome.rows_in
@@ -311,6 +320,11 @@ def _metadata(
     return metadata
 
 
+# what is looked for first, in this order; all else follows as the stage tells it
+_FIRST = (
+    *("kept", "budget", "unit", "short_by", "value", "upper_bound", "gap", "share", "baseline", "quality_raw"),
+    *("spearman_within", "spearman_pooled", "spearman_shuffled", "spearman_shuffled_within"),
+)
 # of a fraction in the UI: a bound and a value still differ where their gap is 1e-7
 _DIGITS = 8
 _IN_FIGURES = ("trajectories", "report", "histogram")
@@ -335,6 +349,10 @@ def _facts(facts: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _place(name: str) -> int:
+    return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+
 def _lines(value: Any) -> int:
     """How much room a fact takes: the longest table comes last."""
     return len(value.records) if isinstance(value, dg.TableMetadataValue) else 0
@@ -347,7 +365,9 @@ def _nested(value: Any) -> dg.MetadataValue:
         value = [{"name": name, **part} for name, part in value.items()]
     if isinstance(value[0], dict):
         return dg.MetadataValue.table([dg.TableRecord(_legible(row)) for row in value])
-    return dg.MetadataValue.text(", ".join(map(str, value)))
+    return dg.MetadataValue.text(
+        ", ".join(str(_to_digits(part, _DIGITS) if isinstance(part, float) else part) for part in value)
+    )
 
 
 def _legible(row: dict[str, Any]) -> dict[str, Any]:

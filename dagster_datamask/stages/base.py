@@ -66,6 +66,8 @@ class Stage:
     on_accelerator: bool = False
     # whether that is where its shards are worked on, be it another machine, rather than in the run's own process
     device_in_workers: bool = False
+    # whether it loads a fastText model, some of which take gigabytes of the machine's memory
+    loads_fasttext: bool = False
     # of a Group-MATES stage, from 1; 0 for what belongs to none
     number: int = 0
     # rows from which on processes of this machine save more than their start costs, half a second of a core to three
@@ -445,6 +447,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "dclm_classifier"),
             "quality",
             "Probability of the DCLM classifier's positive label, 0..1.",
+            loads_fasttext=True,
         ),
         Stage(
             "edu_scores",
@@ -463,6 +466,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "wiki_classifier"),
             "quality",
             "Probability of the wiki-reference classifier's positive label, 0..1.",
+            loads_fasttext=True,
         ),
         # for baselines alone: a model that cannot be had must block nothing else
         Stage(
@@ -481,6 +485,7 @@ STAGES: dict[str, Stage] = {
             ("raw_shards", "ultra_classifier"),
             "baselines",
             "Probability of the Ultra-FineWeb classifier's positive label, 0..1, for its baseline.",
+            loads_fasttext=True,
         ),
         Stage(
             "quality_scores",
