@@ -203,13 +203,9 @@ class _Process:
         self.starting = True
         self._job = 0
         # a program of its own, not a second import of whatever this one's main module is
+        program = f"import {__name__} as local; local.serve({theirs.fileno()}, {os.getpid()}, {threads})"
         self._program = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-c",
-                f"import {__name__} as local; local.serve({theirs.fileno()}, {os.getpid()}, {threads})",
-            ],
+            [sys.executable, "-P", "-c", program],
             pass_fds=[theirs.fileno()],
             env=os.environ
             | thread_variables(threads)
