@@ -165,9 +165,9 @@ def _stage_in_words(row: dict[str, Any]) -> str:
     learnt = "" if before is None else f"; held-out loss {before:.3f} before training on them, {after:.3f} after"
     return (
         f"Group-MATES, stage {row['stage']}: {row['chosen']} documents, {row['also_in_datamask']} of them in "
-        f"DataMask's mask too; mean predicted influence of each by itself {row['influence_kept']:.2f}, of all "
-        f"{row['influence_of_pool']:.2f} (lower is better; it alone would choose {row['by_influence_alone']:.0%} of "
-        f"them, the others are unlike what was chosen before){learnt}"
+        f"DataMask's mask too{learnt}. Predicted influence (lower is better): {row['influence_kept']:.2f} on average, "
+        f"{row['influence_of_pool']:.2f} over all there were to choose from; by it alone {row['by_influence_alone']:.0%} "
+        "of them would be chosen, the others are taken for being unlike those before."
     )
 
 
