@@ -166,8 +166,8 @@ def _stage_in_words(row: dict[str, Any]) -> str:
     return (
         f"Group-MATES, stage {row['stage']}: {row['chosen']} documents, {row['also_in_datamask']} of them in "
         f"DataMask's mask too{learnt}. Predicted influence (lower is better): {row['influence_kept']:.2f} on average, "
-        f"{row['influence_of_pool']:.2f} over all there were to choose from; by it alone {row['by_influence_alone']:.0%} "
-        "of them would be chosen, the others are taken for being unlike those before."
+        f"{row['influence_of_pool']:.2f} over all there were to choose from; it alone would choose "
+        f"{row['by_influence_alone']:.0%} of them, the others were taken for being unlike those before."
     )
 
 
