@@ -45,7 +45,8 @@ class PretrainingOptions:
     steps: of the schedule; batch: sequences a step; lr: the peak, reached over `warmup` steps in equal ones; schedule:
     "wsd" stays there until the last `decay` share of the steps and falls in a straight line, "cosine" falls all the
     way, either to `final` of the peak; clip: largest norm of the gradient, 0 for none; save_every: steps between
-    checkpoints in the folder; threads: of the CPU, by which torch orders its sums (the bits depend on it).
+    checkpoints in the folder; threads: of the CPU, by which torch orders its sums (the bits depend on it); begins: the
+    step after which the schedule begins, where the steps up to it were another's.
     """
 
     steps: int
@@ -61,13 +62,16 @@ class PretrainingOptions:
     seed: int = 0
     save_every: int = 500
     threads: int = 1
+    begins: int = 0
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "save_every", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, not {getattr(self, name)}")
-        if not 0 <= self.warmup <= self.steps:
-            raise ValueError(f"a warm-up of {self.warmup} steps does not fit into {self.steps}")
+        if not 0 <= self.begins <= self.steps:
+            raise ValueError(f"a schedule of {self.steps} steps cannot begin after step {self.begins}")
+        if not 0 <= self.warmup <= self.steps - self.begins:
+            raise ValueError(f"a warm-up of {self.warmup} steps does not fit into {self.steps - self.begins}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"the learning rate must be positive and finite, not {self.lr}")
         if self.schedule not in ("wsd", "cosine"):
@@ -77,14 +81,15 @@ class PretrainingOptions:
                 raise ValueError(f"{name} is a share in [0, 1], not {getattr(self, name)}")
 
     def rate(self, step: int) -> float:
-        """The learning rate of step 1..steps."""
+        """The learning rate of step begins + 1..steps."""
+        step, steps = step - self.begins, self.steps - self.begins
         if step <= self.warmup:
             return self.lr * step / self.warmup
         if self.schedule == "cosine":
-            done = (step - self.warmup) / max(1, self.steps - self.warmup)
+            done = (step - self.warmup) / max(1, steps - self.warmup)
             return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done)))
-        falling = max(1, round(self.decay * self.steps)) if self.decay else 0
-        left = self.steps - step
+        falling = max(1, round(self.decay * steps)) if self.decay else 0
+        left = steps - step
         if left >= falling:
             return self.lr
         return self.lr * (self.final + (1 - self.final) * left / falling)

@@ -28,7 +28,7 @@ from dagster_datamask.influence.rollouts import ProbeOptions, Prober
 from dagster_datamask.reporting.figures import trajectory_figure
 from dagster_datamask.scoring.models import content_revision, resolve_model
 from dagster_datamask.scoring.text import decode_column
-from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.settings import GroupMatesSettings, Settings, SettingsError
 from dagster_datamask.shards.cursor import Cursor, read_batches
 from dagster_datamask.shards.documents import DocumentReader
 from dagster_datamask.shards.engine import BATCH_ROWS, every_seconds
@@ -276,20 +276,11 @@ def _train(
     asked = run.settings.group_mates
     path = generation.work / "sequences.npy"
     packed = tokens.pack(tokenizer, texts, min(asked.context, start.context), path)
-    options = PretrainingOptions(
-        steps=planned,
-        batch=asked.batch,
-        lr=asked.lr,
-        # a checkpoint that was given has had its warm-up
-        warmup=0 if asked.checkpoint else max(1, round(_RISING * asked.warmup_steps)),
-        schedule=asked.schedule,
-        seed=asked.seed,
-    )
     told = every_seconds(run.log, generation.asset, "steps")
     trained = pretrain(
         start,
         tokens.sequences(path),
-        options,
+        training_options(asked, planned),
         until=until,
         folder=generation.work / "training",
         accelerator=run.accelerator,
@@ -297,6 +288,20 @@ def _train(
     )
     trained.checkpoint.save(generation.folder / CHECKPOINT, tokenizer)
     return trained, packed
+
+
+def training_options(asked: GroupMatesSettings, planned: int) -> PretrainingOptions:
+    """The one schedule of the warm-up and all stages, which ends with step `planned`. That of a checkpoint that was
+    given begins where it is: its own warm-up and its steps, however many, were another's."""
+    return PretrainingOptions(
+        steps=planned,
+        batch=asked.batch,
+        lr=asked.lr,
+        warmup=0 if asked.checkpoint else max(1, round(_RISING * asked.warmup_steps)),
+        schedule=asked.schedule,
+        seed=asked.seed,
+        begins=planned - asked.stages * asked.continue_steps if asked.checkpoint else 0,
+    )
 
 
 def _write_training(

@@ -48,6 +48,17 @@ def test_rates_of_the_cosine_schedule() -> None:
     assert PretrainingOptions(2, lr=1.0, warmup=2, schedule="cosine").rate(2) == 1.0
 
 
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_a_schedule_takes_no_account_of_steps_before_it(schedule: str) -> None:
+    alone = PretrainingOptions(10, lr=1.0, warmup=2, schedule=schedule, decay=0.4)
+    after = replace(alone, steps=1010, begins=1000)
+    assert [after.rate(1000 + step) for step in range(1, 11)] == [alone.rate(step) for step in range(1, 11)]
+    with pytest.raises(ValueError, match="a warm-up of 2 steps does not fit into 1"):
+        replace(after, begins=1009)
+    with pytest.raises(ValueError, match="a schedule of 1010 steps cannot begin after step 1011"):
+        replace(after, begins=1011)
+
+
 @pytest.mark.parametrize("tokens", [1024, 32])
 def test_steps_are_those_of_torchs_adamw(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     # with 32 tokens at once a batch is made of several passes

@@ -19,9 +19,9 @@ from dagster_datamask.influence.relational import InfluenceModel
 from dagster_datamask.keyed import hash64
 from dagster_datamask.scoring.models import content_revision
 from dagster_datamask.selection.budgets import largest_remainder
-from dagster_datamask.settings import SettingsError
+from dagster_datamask.settings import GroupMatesSettings, SettingsError
 from dagster_datamask.shards.generations import NotPublished
-from dagster_datamask.stages import rollouts
+from dagster_datamask.stages import language_model, rollouts
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.freshness import unfitted
 from dagster_datamask.stages.group_selection import fitting
@@ -103,6 +103,15 @@ class TestLanguageModel:
         facts = run_stage(project, "warmup_model").facts
         assert facts["checkpoint"] == staged[1]["warmup_model"].facts["checkpoint"]
         assert (facts["step"], facts["steps"], facts["planned_steps"]) == (20, 0, 30)
+
+    def test_the_schedule_of_a_given_checkpoint_begins_where_it_is(self) -> None:
+        asked = GroupMatesSettings(checkpoint="there", tokenizer="there", stages=2, continue_steps=10, lr=1e-3)
+        # the last tenth of the 20 steps that are taken here falls, not the last tenth of 1020
+        rates = [language_model.training_options(asked, 1020).rate(step) for step in range(1001, 1021)]
+        assert rates == pytest.approx([*[1e-3] * 18, 1e-3 * (0.01 + 0.99 / 2), 1e-5])
+        own = asked.model_copy(update={"checkpoint": "", "warmup_steps": 1000})
+        rates = [language_model.training_options(own, 1020).rate(step) for step in (25, 50, 918, 969, 1020)]
+        assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3 * (0.01 + 0.99 / 2), 1e-5])
 
     def test_a_checkpoint_without_optimizer_state_is_refused_by_the_probe(
         self, staged: Staged, ready: Project, tmp_path: Path
