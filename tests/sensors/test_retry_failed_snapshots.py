@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,12 +24,12 @@ SNAPSHOT, OTHER = "CC-A", "CC-B"
 
 
 class Clock:
-    """Time as the sensor sees it, some seconds ahead of the machine's."""
+    """Time as the sensor sees it: so many seconds after the last run ended, however long a tick takes."""
 
-    ahead = 0.0
+    ended = ahead = 0.0
 
     def time(self) -> float:
-        return time.time() + self.ahead
+        return self.ended + self.ahead
 
 
 @pytest.fixture
@@ -43,7 +42,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Daemon:
     """Runs and ticks as the daemon makes them: a run key becomes a run once."""
 
-    def __init__(self, settings: Settings, instance: dg.DagsterInstance) -> None:
+    def __init__(self, settings: Settings, instance: dg.DagsterInstance, clock: Clock) -> None:
+        self.clock = clock
         self.definitions = build_definitions(settings)
         self.sensor = build_retry_failed_snapshots(settings, build_jobs(settings))
         self.instance = instance
@@ -57,6 +57,8 @@ class Daemon:
         return result.dagster_run
 
     def tick(self) -> list[dg.RunRequest] | str:
+        records = self.instance.get_run_records()
+        self.clock.ended = max(record.end_time or record.update_timestamp.timestamp() for record in records)
         result = self.sensor(dg.build_sensor_context(instance=self.instance))
         if isinstance(result, dg.SkipReason):
             return result.skip_message or ""
@@ -91,7 +93,7 @@ def daemon(tmp_path: Path, fitted_root: Path, labels: Path, instance: dg.Dagster
     for snapshot in (SNAPSHOT, OTHER):
         write_shard(source, snapshot, "000_00000", 40)
     shutil.copytree(fitted_root, root)
-    return Daemon(settings_for(source, root, labels, "select.compare_steps=0"), instance)
+    return Daemon(settings_for(source, root, labels, "select.compare_steps=0"), instance, clock)
 
 
 @pytest.fixture
