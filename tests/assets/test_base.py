@@ -114,6 +114,8 @@ class TestOneRun:
         assert 0 <= found["gap"].value == pytest.approx(found["upper_bound"].value - found["value"].value, abs=2e-8)
         for name in ("value", "upper_bound", "gap", "share", "quality", "diversity"):
             assert isinstance(found[name], dg.FloatMetadataValue), name
+        first = ("kept", "budget", "unit", "short_by", "value", "upper_bound", "gap", "share", "baseline")
+        assert tuple(found)[1 : 1 + len(first)] == first
 
     def test_figures_are_png_images_in_markdown(self, ran: Ran) -> None:
         drawn = {name: images(metadata(ran.full[FIRST], name)) for name in SNAPSHOT_STAGES}
