@@ -121,7 +121,10 @@ def certificate_in_words(facts: Mapping[str, Any], of: str) -> str:
     baseline, share, reason = (certificate[key] for key in ("baseline", "share", "reason"))
     numbers = {
         "quality, on the objective's scale": facts["quality"],
-        "diversity": facts["diversity"],
+        # elsewhere on the page cosines are of two different documents; the corpus is solved for no other diversity
+        "diversity" + (", each document with itself too" if facts.get("objective", "pws") == "pws" else ""): facts[
+            "diversity"
+        ],
         "value": value,
         "baseline": baseline,
         "bound": bound,
