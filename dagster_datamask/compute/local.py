@@ -42,6 +42,8 @@ from dagster_datamask.redaction import redact_logs
 _SECONDS_TO_END = 10.0
 # how often a process looks whether the one that started it is there: its pipe may be held open by a fork of that
 _SECONDS_BETWEEN_LOOKS = 1.0
+# after so long without a word it is said what is waited for
+_SECONDS_BETWEEN_LINES = 60.0
 _TOLD, _DONE, _FAILED = "told", "done", "failed"
 
 
@@ -115,7 +117,14 @@ class Processes:
                 if not looked_at:
                     break
                 by_pipe = {process.pipe: process for process in looked_at}
-                for pipe in wait(list(by_pipe)):
+                ready = wait(list(by_pipe), _SECONDS_BETWEEN_LINES)
+                if not ready:
+                    at_work = ", ".join(str(process.item) for process in looked_at if process.at is not None)
+                    self.log(
+                        f"nothing heard of worker processes for {_SECONDS_BETWEEN_LINES:g} s; "
+                        + (f"at work: {at_work}" if at_work else "they are starting")
+                    )
+                for pipe in ready:
                     process = by_pipe[pipe]  # type: ignore[index]
                     try:
                         kind, value = pickle.loads(process.pipe.recv_bytes())

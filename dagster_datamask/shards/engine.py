@@ -10,8 +10,8 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -106,22 +106,25 @@ def map_shards(
 
     with at_shard(missing[0]):
         gives = None if given is None else given()
+    work = each_shard(
+        _Worker(generation, read, kernel, schema, ext, source, group_rows),
+        missing,
+        generation.work,
+        ext,
+        items=lambda some: _Tasks(some, origins, gives),
+        compute=compute,
+        requests=requests,
+        told=told,
+        apart=apart,
+    )
     try:
-        for task, record in each_shard(
-            _Worker(generation, read, kernel, schema, ext, source, group_rows),
-            missing,
-            generation.work,
-            ext,
-            items=lambda some: _Tasks(some, origins, gives),
-            compute=compute,
-            requests=requests,
-            told=told,
-            apart=apart,
-        ):
-            del reached[task.shard]
-            records[task.shard] = record
-            done += record.rows_in
-            progress(done + sum(reached.values()), total_rows, task.shard)
+        # closed whatever happens here: a traceback would keep it, and its workers, at work
+        with closing(work):
+            for task, record in work:
+                del reached[task.shard]
+                records[task.shard] = record
+                done += record.rows_in
+                progress(done + sum(reached.values()), total_rows, task.shard)
     finally:
         # what lost workers left half-written; those of this call have ended
         if apart is not None or not isinstance(compute, Inline):
@@ -140,7 +143,7 @@ def each_shard(
     requests: Requests = ONE_CORE,
     told: Callable[[Any, int], None] = lambda item, rows: None,
     apart: Callable[[], AbstractContextManager[Compute]] | None = None,
-) -> Iterator[tuple[Any, Any]]:
+) -> Generator[tuple[Any, Any]]:
     """Every shard's item with its result, as Compute.each has it; `items` makes those of some shards, told apart by
     their text, which is the shard's name.
 

@@ -6,7 +6,7 @@ the Launchpad's fields and the manifest's settings check all come from it, so th
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -878,7 +878,7 @@ class Run:
         ext: str,
         *,
         total_rows: int | None = None,
-    ) -> Iterator[tuple[str, Any]]:
+    ) -> Generator[tuple[str, Any]]:
         """Every shard with what the worker makes of it, in any order, where `map_shards` would do it: for what comes
         before files, and is small. total_rows: of all shards; None where it is what is asked for, in this process.
         Marks of shards that are done here are in `scratch`. Raises Poisoned with the remedy."""

@@ -7,6 +7,7 @@ model. Text itself is never copied.
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -129,7 +130,8 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
                 ".ids",
                 total_rows=total,
             )
-            found.find(list(by_name), read, hashed)
+            with closing(hashed):
+                found.find(list(by_name), read, hashed)
             return found.of
 
         def kernel() -> _Identify:

@@ -158,6 +158,31 @@ def test_items_that_end_every_worker_are_named_when_all_others_are_done(tmp_path
     assert not is_transient(caught.value)
 
 
+def test_while_nothing_is_heard_it_is_said_what_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_SECONDS_BETWEEN_LINES", 0.2)
+
+    def worker() -> Callable[[str, Told], str]:
+        def work(item: str, told: Told) -> str:
+            while not (tmp_path / "said").exists():
+                time.sleep(0.01)
+            return item
+
+        return work
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if line.endswith("at work: stuck"):
+            (tmp_path / "said").touch()
+
+    lines: list[str] = []
+    with Processes(1, threads=1, log=log) as place:
+        assert list(place.each(worker, ["stuck"])) == [("stuck", "stuck")]
+    assert set(lines) <= {
+        "nothing heard of worker processes for 0.2 s; at work: stuck",
+        "nothing heard of worker processes for 0.2 s; they are starting",
+    }
+
+
 def test_a_process_that_leaves_of_itself_is_a_loss_too(place: Processes) -> None:
     with pytest.raises(Poisoned, match=r"x \(exit code 7\)"):
         list(place.each(lambda: lambda item, told: os._exit(7), ["x"]))

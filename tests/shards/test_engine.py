@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -226,6 +227,41 @@ def test_a_shard_that_is_lost_thrice_is_named_when_all_others_are_done(tmp_path:
         # half-written files of the lost workers are cleared away
         assert not list(generation.folder.glob(".*.tmp"))
         assert max(done for done, _, _ in told) <= 3
+
+
+def test_where_progress_raises_no_worker_goes_on(tmp_path: Path) -> None:
+    """While the error, with its traceback, is still held."""
+
+    def read(shard: str) -> Iterator[int]:
+        if shard == "slow":
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            time.sleep(600)
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        yield 1
+
+    def progress(done: int, total: int, shard: str) -> None:
+        raise OSError("the log is gone")
+
+    with (
+        Processes(2, threads=1) as place,
+        Store(tmp_path / "root").generation("a", "S", code_version="1", settings={}, inputs={}) as generation,
+    ):
+        with pytest.raises(OSError, match="the log is gone") as caught:
+            map_shards(
+                generation,
+                ["fast", "slow"],
+                read,
+                lambda: lambda k: (pa.table({"k": [k]}, schema=SCHEMA), 1, {"all": 1}),
+                SCHEMA,
+                ext=".parquet",
+                total_rows=2,
+                progress=progress,
+                compute=place,
+            )
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+        assert caught.traceback
 
 
 DEADLY = """
