@@ -48,6 +48,8 @@ _FORBIDDEN_WORD = "Forbidden: "
 _NO_KEY_NAMES = frozenset(
     {"botocore.NoCredentialsError", "botocore.PartialCredentialsError", "google.DefaultCredentialsError"}
 )
+# what an S3 store calls keys that it takes no more, or not at all
+_BAD_KEYS = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId"})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _PERMANENT_ERRNO = _FULL | _FORBIDDEN | {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL}
@@ -68,6 +70,10 @@ def told(error: BaseException) -> str:
         return f"{line}; put the store's keys into the environment of whatever runs this, and run it again"
     if not isinstance(error, OSError):
         return line
+    if _code(error) in _BAD_KEYS:
+        return f"{line}; renew the store's keys where whatever runs this takes them from"
+    if _code(error) == "RequestTimeTooSkewed":
+        return f"{line}; set this machine's clock and run it again"
     if error.errno in _FULL:
         return f"{line}; make room (`datamask gc` removes old results) and run it again"
     if error.errno in _FORBIDDEN or isinstance(error, PermissionError) or str(error).startswith(_FORBIDDEN_WORD):

@@ -15,7 +15,13 @@ import pytest
 
 KEY, SECRET = "AKIALOOPBACKTESTKEY0", "marker-secret-of-the-loopback-store"
 _BUCKET = "bucket"
-_CODES = {403: "AccessDenied", 500: "InternalError", 503: "SlowDown"}
+_CODES = {
+    400: "ExpiredToken",
+    403: "AccessDenied",
+    409: "ConditionalRequestConflict",
+    500: "InternalError",
+    503: "SlowDown",
+}
 
 
 class S3Server:
@@ -30,12 +36,16 @@ class S3Server:
         self.sent = 0
         # told of each request's kind and path; a status it returns is the answer
         self.fault: Callable[[str, str], int | None] = lambda kind, path: None
+        # the same, but the request is carried out: only its answer is lost
+        self.lost: Callable[[str, str], int | None] = lambda kind, path: None
+        # what the request itself says, for those who look at its headers
+        self.environ: dict[str, Any] = {}
 
     def reset(self) -> None:
         """Count from here, and fail no more."""
         self.requests.clear()
         self.sent = 0
-        self.fault = lambda kind, path: None
+        self.fault = self.lost = lambda kind, path: None
 
     def upload(self, folder: Path, to: str = "") -> str:
         """Put a folder's files into the bucket; the URL they lie under."""
@@ -64,7 +74,10 @@ class _Counted:
         with self._lock:
             server.requests[kind] += 1
         # not under the lock: it may ask the server for something itself
+        server.environ = environ
         status = server.fault(kind, path)
+        if status is None and (status := server.lost(kind, path)) is not None:
+            list(self._application(environ, lambda *told: None))
         if status is not None:
             told = (
                 f"<Error><Code>{_CODES[status]}</Code><Message>{_CODES[status]} as asked for</Message></Error>".encode()

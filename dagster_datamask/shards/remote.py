@@ -70,6 +70,8 @@ _BETWEEN_CHECKS = 256
 # of an upload in parts; an S3 ETag can be told only where their size is known
 _PART_BYTES = 64 * 2**20
 _MOST_PARTS = 10_000
+# what a URL of them begins with; without its second slash it would be a folder
+_OF_BUCKETS = frozenset({"s3:", "s3a:", "gs:", "gcs:", "abfs:", "az:", "hf:", "http:", "https:", "file:", "memory:"})
 # stores whose files are commits or are read only
 _NO_ROOTS = {
     "hf": "the hub takes commits, and nothing there can be created only once, so two runs could write one folder; "
@@ -109,23 +111,57 @@ def open_store(root: str, cache: str = "", times: Times = Times(), cache_gb: flo
             "client looks for it (such as AWS_SECRET_ACCESS_KEY), and take it out of the URL"
         )
     if "://" not in root:
+        if (part := next((part for part in Path(root).parts if part in _OF_BUCKETS), None)) is not None:
+            raise RootUnusable(
+                f"storage.root = {root}: no folder is meant by {part!r}; write a bucket's URL with two slashes: "
+                f"{part}//bucket/folder"
+            )
         return Store(Path(root))
     if root.startswith("file://"):
         return Store(Path(root.removeprefix("file://")))
+    _check_names(root)
     remote = Remote(root.rstrip("/"), cache, times, None if cache_gb is None else cache_gb * 1e9)
     remote.fs  # noqa: B018 - an unknown protocol or a missing library shows here
     return RemoteStore(remote.local(), remote)
 
 
+def _check_names(url: str) -> None:
+    """Raise RootUnusable for a URL without a bucket, and for one whose parts clients and stores take for different
+    names."""
+    bucket, *folders = url.partition("://")[2].rstrip("/").split("/")
+    if not bucket:
+        raise RootUnusable(f"storage.root = {url}: it names no bucket; write {url.partition('://')[0]}://bucket/folder")
+    if (wrong := next((folder for folder in folders if folder in ("", ".", "..")), None)) is not None:
+        raise RootUnusable(
+            f"storage.root = {url}: {wrong or '//'} in it is read otherwise by stores than by their clients; write the "
+            "folders with one slash between"
+        )
+
+
+def _keys_of() -> tuple[int, ...]:
+    """Changes with the files that clients read their keys from, once: whoever lives for long takes up renewed ones."""
+    found = []
+    for place in (
+        os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials",
+        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or "~/.config/gcloud/application_default_credentials.json",
+    ):
+        try:
+            found.append(Path(place).expanduser().stat().st_mtime_ns)
+        except (OSError, RuntimeError):
+            # none there, or no home to look in
+            found.append(0)
+    return tuple(found)
+
+
 @lru_cache(maxsize=8)
-def _file_system(url: str, process: int) -> tuple[AbstractFileSystem, str]:
-    """One file system object a process: connections do not survive a fork."""
+def _file_system(url: str, process: int, keys: tuple[int, ...]) -> tuple[AbstractFileSystem, str]:
+    """One file system object a process, as connections do not survive a fork, and one for its keys."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     if protocol in _NO_ROOTS:
         raise RootUnusable(f"storage.root = {url}: {_NO_ROOTS[protocol]}")
     try:
         # an old listing is no listing: other machines write here
-        fs, path = url_to_fs(url, use_listings_cache=False)
+        fs, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
     except (ValueError, ImportError) as error:
         extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(protocol)
         remedy = f"; pip install 'dagster-datamask[{extra}]'" if extra else ""
@@ -144,10 +180,10 @@ class Remote:
 
     @property
     def fs(self) -> AbstractFileSystem:
-        return _file_system(self.url, os.getpid())[0]
+        return _file_system(self.url, os.getpid(), _keys_of())[0]
 
     def at(self, name: str) -> str:
-        return f"{_file_system(self.url, os.getpid())[1]}/{name}"
+        return f"{_file_system(self.url, os.getpid(), _keys_of())[1]}/{name}"
 
     def local(self, *names: str) -> Path:
         """Where this machine keeps what the store has under a name."""
@@ -351,7 +387,9 @@ def _is_object_store(fs: AbstractFileSystem) -> bool:
 def _has_exclusive_create(fs: AbstractFileSystem) -> bool:
     """Whether the file system has its own way to create a file only once: fsspec's looks first and then writes."""
     if fs.async_impl:
-        return "mode" in inspect.signature(type(fs)._pipe_file).parameters
+        # one that stands before another store has none of its own
+        own = getattr(type(fs), "_pipe_file", None)
+        return own is not None and "mode" in inspect.signature(own).parameters
     return type(fs).pipe_file is not AbstractFileSystem.pipe_file
 
 
@@ -494,9 +532,11 @@ class Lease:
         if not self._lost.is_set():
             # what cannot be given back is taken over, and what is published stays so
             with suppress(Exception):
-                self._remote.write(f"{self._folder}/{self._number}", self._body(released=True))
-                # lower numbers say nothing any more
-                self._remote.remove(f"{self._folder}/{n}" for n in self._numbers() if n < self._number)
+                # where gc has removed the generation meanwhile, its number may be another's
+                if holds(self._remote, self._folder, self._number, self.holder):
+                    self._remote.write(f"{self._folder}/{self._number}", self._body(released=True))
+                    # lower numbers say nothing any more
+                    self._remote.remove(f"{self._folder}/{n}" for n in self._numbers() if n < self._number)
 
     def _is_free(self, held: bytes | None, still: float) -> bool:
         if held is None or _fact(held, "released") is True:
@@ -1182,4 +1222,6 @@ class RemoteGeneration(Generation):
         body = json_bytes(self._pointer(records, ext, facts))
         if self.remote.read(name) != body:
             self.remote.write(name, body)
+            # held up before that for so long that gc has taken the generation, this run makes it again
+            self._check()
         return self.store._published(json.loads(body))
