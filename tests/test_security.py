@@ -33,12 +33,14 @@ from dagster_datamask.influence.language_model import load_checkpoint
 from dagster_datamask.influence.tokens import sequences
 from dagster_datamask.redaction import has_secret, redact_logs, redacted
 from dagster_datamask.reporting.tables import diff_table, markdown_table
+from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.encoders import Encoder, encoder_spec
 from dagster_datamask.scoring.fasttext_scorer import FastTextScorer
 from dagster_datamask.scoring.models import ModelUnavailable, check_inert
 from dagster_datamask.scoring.regression import TransformersRegressionScorer
 from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.layout import laid_out
+from dagster_datamask.shards.remote import RootUnusable
 from dagster_datamask.shards.source import SNAPSHOT_KEY, Source, SourceError, unusable_name
 from dagster_datamask.stages.export import FOLDER, README, dataset_card
 from dagster_datamask.stages.sql import query
@@ -386,6 +388,10 @@ def test_a_url_with_a_key_is_refused_without_repeating_it(url: str, tmp_path: Pa
     with pytest.raises(SourceError, match="put that into the environment") as caught:
         Source(url)
     assert "hidden" not in str(caught.value)
+    # the Launchpad's resources come past datamask.toml
+    with pytest.raises(RootUnusable, match="put that into the environment") as refused:
+        StorageResource(source="x", root=url, cache=str(tmp_path / "cache")).store()
+    assert "hidden" not in str(refused.value)
     for command in (["run", "--source", url], ["apply", str(tmp_path), url, "--out", str(tmp_path / "out")]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2
