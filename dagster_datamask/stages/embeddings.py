@@ -131,8 +131,10 @@ class _Embed:
 
 
 def vectors_of(table: pa.Table) -> np.ndarray:
-    """float16[n, d] view of a column without nulls."""
-    column = table["embedding"].combine_chunks()
+    """float16[n, d] of a column without nulls: a view where it lies in one piece, as a batch of a file does."""
+    column = table["embedding"]
+    # combine_chunks copies even the one
+    column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     return column.flatten().to_numpy(zero_copy_only=True).reshape(len(column), column.type.list_size)
 
 
@@ -185,7 +187,8 @@ class _Assign:
         self._centroids = centroids
 
     def __call__(self, batch: pa.Table) -> tuple[pa.Table, int, Counts]:
-        good = batch.filter(batch["embedding"].is_valid())
+        # a filter copies the vectors, and most batches have them all
+        good = batch.filter(batch["embedding"].is_valid()) if batch["embedding"].null_count else batch
         labels, cosines = nearest(vectors_of(good), self._centroids)
         table = pa.table(
             {"doc_id": good["doc_id"], "cluster": labels.astype(np.int32), "similarity": cosines.astype(np.float64)},

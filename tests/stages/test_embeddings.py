@@ -1,11 +1,17 @@
 """e5_embeddings: what it tells of its forward passes, its back end, and the vectors' order of the shard."""
 
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from dagster_datamask.keyed import rng
 from dagster_datamask.scoring.encoders import Encoder
+from dagster_datamask.shards import schemas
 from dagster_datamask.shards.cursor import read_batches
 from dagster_datamask.shards.documents import DocumentReader
+from dagster_datamask.shards.writer import table_file
 from dagster_datamask.stages.base import Outcome
 from dagster_datamask.stages.calibration import selection_encoder
 from dagster_datamask.stages.embeddings import vectors_of
@@ -24,6 +30,36 @@ def stored(outcome: Outcome) -> dict[str, np.ndarray]:
             good = table.filter(table["embedding"].is_valid())
             found |= dict(zip(good["doc_id"].to_pylist(), vectors_of(good), strict=True))
     return found
+
+
+def side_file(path: Path, vectors: np.ndarray, batch: int) -> Path:
+    """A side file of these vectors, written in batches of some rows."""
+    schema = schemas.embeddings(vectors.shape[1])
+    with table_file(path, schema) as writer:
+        for first in range(0, len(vectors), batch):
+            rows = vectors[first : first + batch]
+            column = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), vectors.shape[1])
+            ids = [str(first + k) for k in range(len(rows))]
+            writer.write(pa.table([ids, column, pa.nulls(len(rows), pa.string())], schema=schema))
+    return path
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 100])
+def test_vectors_are_read_where_the_file_is_mapped(tmp_path: Path, rows: int) -> None:
+    vectors = rng(0, "test-mapped", rows).standard_normal((rows, 8), dtype=np.float32).astype(np.float16)
+    path = side_file(tmp_path / "a.arrow", vectors, 40)
+    tables = list(read_batches(path, ["embedding"], 16))
+    for table in tables:
+        body = table["embedding"].chunk(0).buffers()[-1]
+        # the very bytes of the file, not a copy of them
+        start = vectors_of(table).__array_interface__["data"][0]
+        assert body.address <= start < body.address + body.size
+    # the file is closed by now, and the rows are still there
+    read = [vectors_of(table) for table in tables]
+    np.testing.assert_array_equal(np.concatenate([np.empty((0, 8), np.float16), *read]), vectors)
+    # rows of several batches are in one piece only as a copy
+    whole = pa.concat_tables([schemas.embeddings(8).empty_table(), *read_batches(path, None, 16)])
+    np.testing.assert_array_equal(vectors_of(whole), vectors)
 
 
 def test_what_the_device_did_is_told_and_not_published(finished: tuple[Project, dict[str, Outcome]]) -> None:
