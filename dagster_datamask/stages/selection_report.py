@@ -44,12 +44,16 @@ _MANIFEST, _REPORT = "fineweb_mask_manifest", "snapshot_report"
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A selected snapshot: its manifest, its report where there is one of this very manifest, and the report's
-    numbers.json."""
+    """A selected snapshot: its manifest, and its report where there is one of this very manifest."""
 
     manifest: Published
     report: Published | None
-    told: Mapping[str, Any]
+
+    def told(self) -> Mapping[str, Any]:
+        """The report's numbers.json, read anew: megabytes each, of which only one at a time is to be in memory."""
+        assert self.report is not None
+        told: dict[str, Any] = json.loads(self.report.file(NUMBERS).read_text("utf-8"))
+        return told
 
 
 def selection_report(run: Run, source: Source) -> Outcome:
@@ -179,9 +183,8 @@ def _sidecar(manifest: Published) -> dict[str, Any]:
 def _selected(store: Store, snapshot: str) -> _Snapshot:
     manifest = store.current(_MANIFEST, snapshot)
     report = store.published(_REPORT, snapshot)
-    if report is None or report.inputs.get(_MANIFEST) != manifest.fingerprint:
-        return _Snapshot(manifest, None, {})
-    return _Snapshot(manifest, report, json.loads(report.file(NUMBERS).read_text("utf-8")))
+    current = report is not None and report.inputs.get(_MANIFEST) == manifest.fingerprint
+    return _Snapshot(manifest, report if current else None)
 
 
 def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], waiting: Mapping[str, str]) -> None:
@@ -195,7 +198,7 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
         and _sidecar(one.manifest)["fingerprints"]["kmeans_centroids"] == frozen.fingerprint
     }
     run.log(f"selection_report: {len(found)} snapshots, {len(drawn)} of them in the figures")
-    numbers = {name: Numbers.from_dict(one.told["numbers"]) for name, one in drawn.items()}
+    cosines: dict[str, float | None] = {}
     left_out = sorted(found.keys() - drawn.keys())
     sections: list[Section] = []
     pictures: list[Figure] = []
@@ -203,7 +206,7 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
     if drawn:
         centroids = read_centroids(frozen)
         # of selections to compare with, those that every snapshot has
-        every = set.intersection(*(set(one.selections) for one in numbers.values()))
+        every = set.intersection(*(set(one.told()["numbers"]["selections"]) for one in drawn.values()))
         own = called(run.in_force.select.strategy)
         names = [own, *sorted(every - {own})]
         k, dimension = centroids.shape
@@ -211,8 +214,11 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
         hosts: Counter[str] = Counter()
         kept_of_hosts: Counter[str] = Counter()
         for name, one in drawn.items():
-            total.add(numbers[name])
-            for host in one.told["hosts"]["largest"]:
+            told = one.told()
+            numbers = Numbers.from_dict(told["numbers"])
+            cosines[name] = numbers.cosine("kept")
+            total.add(numbers)
+            for host in told["hosts"]["largest"]:
                 hosts[host["host"]] += host["scored"]
                 kept_of_hosts[host["host"]] += host["kept"]
         largest = [
@@ -226,7 +232,7 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
         sections = [in_short(f"{_WHAT} of {len(drawn)} snapshots", total)]
         facts |= facts_of(total)
     sections += [
-        ("Snapshots", _table(found, numbers), None),
+        ("Snapshots", _table(found, cosines), None),
         ("What is missing or stale", _waiting(waiting, left_out), None),
         ("How good the masks are", _worth(run, found), None),
         *(figure.section() for figure in pictures),
@@ -237,7 +243,8 @@ def _make(run: Run, generation: Generation, found: Mapping[str, _Snapshot], wait
     )
 
 
-def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> str:
+def _table(found: Mapping[str, _Snapshot], cosines: Mapping[str, float | None]) -> str:
+    """A row for each snapshot. cosines: of what each keeps, where it is in the figures."""
     rows = []
     for name, one in found.items():
         facts, report = one.manifest.facts, one.report
@@ -250,7 +257,7 @@ def _table(found: Mapping[str, _Snapshot], numbers: Mapping[str, Numbers]) -> st
                 "kept": facts["kept"],
                 "tokens": facts["tokens_kept"],
                 "quality": _number(facts["quality_raw"], ".2f"),
-                "cosine": _number(numbers[name].cosine("kept") if name in numbers else None, ".3f"),
+                "cosine": _number(cosines.get(name), ".3f"),
                 "value": _number(facts["value"], ".6f"),
                 "gap": _number(facts["gap"], ".1e"),
                 "share of gain": _number(facts["share"], ".2%"),
