@@ -16,12 +16,14 @@ from dagster._core.definitions.unresolved_asset_job_definition import Unresolved
 
 from dagster_datamask import doctor
 from dagster_datamask.jobs import EMBED, FIT_GLOBAL, FULL
+from dagster_datamask.keyed import digest
 from dagster_datamask.partitions import cc_snapshot
 from dagster_datamask.redaction import redacted
 from dagster_datamask.resources.storage import StorageResource
 from dagster_datamask.scoring.models import ModelUnavailable
 from dagster_datamask.sensors.runs import fit_under_way
 from dagster_datamask.settings import Settings, SettingsError
+from dagster_datamask.shards.generations import Store
 from dagster_datamask.shards.remote import RootUnusable
 from dagster_datamask.shards.source import Source, SourceError
 from dagster_datamask.stages.base import FITTED, STAGES
@@ -35,13 +37,14 @@ _QUIET_SECONDS = 45.0
 # but where shards land for days, what is fitted on a sample need not wait for the last
 _LONGEST_WAIT_SECONDS = 3600.0
 
-# of a run of fit_global, the one that succeeded before it and was of no use
-_AGAIN = "datamask/fitted_before"
+# of a run of fit_global: what it was to fit, what was published before it, and the run that succeeded before and was of
+# no use
+_FIT, _THERE, _AGAIN = "datamask/fit", "datamask/fitted", "datamask/fitted_before"
 
 
 def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDefinition]) -> dg.SensorDefinition:
     """The sensor for these settings."""
-    global_settings = settings.hash({key for name in FITTED for key in STAGES[name].reads})
+    fit = digest(*(STAGES[name].code_version(settings) for name in FITTED), size=8).hex()
     # a corpus is chosen from once its snapshots are embedded: `new_embeddings` goes on from there
     job = EMBED if settings.select.scope == "corpus" else FULL
 
@@ -77,14 +80,15 @@ def build_new_shards(settings: Settings, jobs: Mapping[str, UnresolvedAssetJobDe
                 return skip(f"waiting until {_QUIET_SECONDS:.0f} s have passed without a change: {_named(waiting)}")
             return skip(f"{len(cursor.seen)} snapshots, none new or changed")
         try:
-            missing = unfitted(storage.store(), settings, source)
+            store = storage.store()
+            missing = unfitted(store, settings, source)
         except (SettingsError, RootUnusable, ModelUnavailable) as error:
             return skip(redacted(str(error)))
         if missing:
             why = ", ".join(f"{name} ({reason})" for name, reason in missing.items())
             if waiting and time.time() - cursor.oldest() < _LONGEST_WAIT_SECONDS:
                 return skip(f"fit_global goes first, once no shards land: {_named(waiting)} changed just now: {why}")
-            request = _fit_first(context, global_settings, why, storage.root)
+            request = _fit_first(context, fit, _fitted(store), why, storage.root)
             if isinstance(request, str):
                 return skip(request)
             return dg.SensorResult(run_requests=[request], cursor=cursor.text())
@@ -200,28 +204,44 @@ def _changed(
     return quiet, waiting
 
 
-def _fit_first(context: dg.SensorEvaluationContext, settings_hash: str, why: str, root: str) -> dg.RunRequest | str:
-    """The run of fit_global, or why there is none yet."""
+def _fitted(store: Store) -> str:
+    """16 hex digits over which global assets are published."""
+    found = {name: published and published.fingerprint for name in FITTED for published in [store.published(name)]}
+    return digest(json.dumps(found, sort_keys=True), size=8).hex()
+
+
+def _fit_first(context: dg.SensorEvaluationContext, fit: str, there: str, why: str, root: str) -> dg.RunRequest | str:
+    """The run of fit_global, or why there is none yet.
+
+    fit: what is to be fitted, by code and settings; there: what of it is published now.
+    """
     under_way = fit_under_way(context.instance)
     if under_way:
         return f"waiting for fit_global (run {under_way}): {why}"
-    runs = context.instance.get_runs(
-        filters=dg.RunsFilter(job_name=FIT_GLOBAL, tags={"datamask/settings": settings_hash}), limit=1
-    )
-    if runs and runs[0].is_failure:
-        return f"fit_global failed (run {runs[0].run_id}); mend its cause and run the job fit_global again: {why}"
-    if runs and _AGAIN in runs[0].tags:
-        # runs on other machines may write to a root that only looks like the one that is seen here
-        return (
-            f"fit_global succeeded twice (runs {runs[0].tags[_AGAIN]} and {runs[0].run_id}) and left nothing that is "
-            f"seen here under {root}: do the code server and the runs have one root and one datamask.toml? If the "
-            f"files were removed, run the job fit_global: {why}"
+    key, tags = f"fit_global:{fit}", {_FIT: fit, _THERE: there}
+    records = context.instance.get_run_records(dg.RunsFilter(job_name=FIT_GLOBAL, tags={_FIT: fit}), limit=1)
+    if records:
+        last = records[0].dagster_run
+        since = dg.RunsFilter(
+            job_name=FIT_GLOBAL,
+            statuses=[dg.DagsterRunStatus.SUCCESS],
+            created_after=records[0].create_timestamp,
         )
+        if not last.is_success and not context.instance.get_runs(since, limit=1):
+            ended = "was cancelled" if last.status is dg.DagsterRunStatus.CANCELED else "failed"
+            return f"fit_global {ended} (run {last.run_id}); mend its cause and run the job fit_global again: {why}"
+        key = f"{key}:after:{last.run_id[:8]}"
+        if last.is_success and last.tags[_THERE] == there:
+            if _AGAIN in last.tags:
+                # runs on other machines may write to a root that only looks like the one that is seen here
+                return (
+                    f"fit_global succeeded twice (runs {last.tags[_AGAIN]} and {last.run_id}) and left nothing that "
+                    f"is seen here under {root}: do the code server and the runs have one root and one datamask.toml? "
+                    f"If the files were removed, run the job fit_global: {why}"
+                )
+            # or the files were removed since
+            tags[_AGAIN] = last.run_id
     context.log.info(f"fit_global goes first: {why}")
-    key, tags = f"fit_global:{settings_hash}", {"datamask/settings": settings_hash}
-    if runs:
-        # a finished run of these settings that left something unfitted means that the files were removed since
-        key, tags[_AGAIN] = f"{key}:after:{runs[0].run_id[:8]}", runs[0].run_id
     return dg.RunRequest(run_key=key, job_name=FIT_GLOBAL, tags=tags)
 
 

@@ -268,6 +268,35 @@ class TestFitFirst:
         assert isinstance(reason, str)
         assert f"fit_global failed (run {run_id}); mend its cause and run the job fit_global again" in reason
 
+    def test_a_cancelled_fit_is_told_and_not_begun_again(self, unfitted: Daemon) -> None:
+        run_id = self.start(unfitted, dg.DagsterRunStatus.CANCELED)
+        for _ in range(2):
+            reason = unfitted.tick()
+            assert isinstance(reason, str)
+            assert f"fit_global was cancelled (run {run_id})" in reason
+
+    def test_a_failure_is_forgotten_once_a_person_has_run_it(self, unfitted: Daemon) -> None:
+        self.start(unfitted, dg.DagsterRunStatus.FAILURE)
+        assert isinstance(unfitted.tick(), str)
+        by_hand = build_definitions(unfitted.settings).resolve_job_def("fit_global")
+        unfitted.instance.create_run_for_job(by_hand, status=dg.DagsterRunStatus.SUCCESS)
+        # what that fitted is out of date again
+        assert self.request(unfitted).job_name == "fit_global"
+
+    def test_each_change_of_what_is_fitted_is_a_new_fit(self, unfitted: Daemon, fitted_root: Path) -> None:
+        """As of labels that are replaced again and again: settings and code are the same all the time."""
+        self.start(unfitted, dg.DagsterRunStatus.SUCCESS)
+        root = Path(unfitted.settings.storage.root)
+        keys = set()
+        for outdated in ("kmeans_centroids", "quality_calibration", "dclm_classifier"):
+            shutil.copytree(fitted_root, root, dirs_exist_ok=True)
+            (root / outdated / "current.json").unlink()
+            request = self.request(unfitted)
+            keys.add(request.run_key)
+            job = build_definitions(unfitted.settings).resolve_job_def("fit_global")
+            unfitted.instance.create_run_for_job(job, tags=request.tags, status=dg.DagsterRunStatus.SUCCESS)
+        assert len(keys) == 3
+
     def test_files_removed_after_a_finished_fit_are_fitted_again(self, unfitted: Daemon) -> None:
         self.start(unfitted, dg.DagsterRunStatus.SUCCESS)
         assert self.request(unfitted).job_name == "fit_global"
