@@ -364,7 +364,10 @@ def _nested(value: Any) -> dg.MetadataValue:
             return _table(_legible(value))
         value = [{"name": name, **part} for name, part in value.items()]
     if isinstance(value[0], dict):
-        return dg.MetadataValue.table([dg.TableRecord(_legible(row)) for row in value])
+        # what a row is about comes first: a record that was a file has its names in alphabetical order
+        texts = {name for name, part in value[0].items() if isinstance(part, str)}
+        rows = [dict(sorted(row.items(), key=lambda item: item[0] not in texts)) for row in value]
+        return dg.MetadataValue.table([dg.TableRecord(_legible(row)) for row in rows])
     return dg.MetadataValue.text(
         ", ".join(str(_to_digits(part, _DIGITS) if isinstance(part, float) else part) for part in value)
     )

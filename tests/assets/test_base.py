@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from dagster._core.definitions.data_version import extract_data_version_from_entry
 
-from dagster_datamask.assets.base import COLUMN_DESCRIPTIONS
+from dagster_datamask.assets.base import COLUMN_DESCRIPTIONS, _nested
 from dagster_datamask.assets.documents import raw_shards
 from dagster_datamask.definitions import build_definitions
 from dagster_datamask.resources.config import config_class
@@ -47,6 +47,16 @@ def test_every_column_of_our_own_files_is_described() -> None:
     assert schemas.SUBSTRINGS in declared
     for schema in (*declared, CHOSEN, scored(8)):
         assert not [name for name in schema.names if name not in COLUMN_DESCRIPTIONS], schema
+
+
+def test_a_tables_names_come_before_its_numbers() -> None:
+    rows = [{"documents": 7, "mean": 1 / 3, "selection": "DataMask"}, {"documents": 0, "mean": None, "selection": "b"}]
+    table = _nested(rows)
+    assert isinstance(table, dg.TableMetadataValue)
+    assert [list(record.data.items()) for record in table.records] == [
+        [("selection", "DataMask"), ("documents", 7), ("mean", 0.333333)],
+        [("selection", "b"), ("documents", 0), ("mean", None)],
+    ]
 
 
 class TestOneRun:
