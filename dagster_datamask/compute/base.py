@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 import cloudpickle
@@ -236,7 +237,7 @@ def use_threads(threads: int) -> None:
     os.environ.update(thread_variables(threads))
     if threads > len(os.sched_getaffinity(0)):
         # what is loaded later takes no more than there are cores, and it orders its sums by their number
-        import torch
+        import_module("torch")
     threadpool_limits(threads)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(threads)
