@@ -95,6 +95,13 @@ def test_every_asset_has_group_owner_code_version_and_description(defs: dg.Defin
         assert spec.code_version and spec.code_version.startswith(STAGES[name].version + "-"), name
 
 
+def test_badges_say_what_an_asset_is_made_with(defs: dg.Definitions) -> None:
+    kinds = {spec.key.to_user_string(): spec.kinds for spec in defs.resolve_all_asset_specs()}
+    assert kinds["dclm_classifier"] == kinds["ultra_classifier"] == {"fasttext"}
+    assert kinds["edu_classifier"] == kinds["e5_embeddings"] == {"torch"}
+    assert kinds["snapshot_report"] == {"html"} and kinds["fineweb_mask"] == {"parquet"}
+
+
 def test_every_check_says_what_it_means(defs: dg.Definitions) -> None:
     checks = defs.resolve_asset_graph().asset_check_keys
     assert {key.asset_key.to_user_string() for key in checks} == set(active(load_settings(os.devnull, env={})))

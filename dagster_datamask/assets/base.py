@@ -190,7 +190,7 @@ class StageAsset:
             partitions_def=partitions,
             code_version=code_version(stage, settings),
             owners=["team:datamask"],
-            kinds={"torch"} if stage.on_accelerator else {"html"} if stage.group == "reports" else {"parquet"},
+            kinds={_kind(stage)},
             pool=_pool(stage, settings),
             op_tags=op_tags(stage, settings),
             check_specs=_check_specs(stage),
@@ -205,6 +205,15 @@ def _pool(stage: Stage, settings: Settings) -> str | None:
     # pods and Ray's workers have memory of their own, by compute.requests
     on_this_machine = settings.compute.backend == "local" and settings.compute.executor == "in_process"
     return "model" if stage.loads_fasttext and on_this_machine else None
+
+
+def _kind(stage: Stage) -> str:
+    """What the UI's badge says that an asset is made with or of."""
+    if stage.on_accelerator:
+        return "torch"
+    if stage.name.endswith("_classifier"):
+        return "fasttext"
+    return "html" if stage.group == "reports" else "parquet"
 
 
 def _failure(error: Exception) -> dg.Failure:
