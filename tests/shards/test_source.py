@@ -6,6 +6,7 @@ from pathlib import Path
 
 import fsspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -253,3 +254,20 @@ def test_a_shard_that_a_listing_calls_empty_is_asked_for_before_it_is_judged(tmp
     listed = only(source)
     footer = source.footer(Shard(listed.name, listed.path, 0, listed.listed))
     assert (footer.rows, footer.size) == (2, listed.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
+def test_more_than_two_gigabytes_of_text_lose_no_row(tmp_path: Path, kind: pa.DataType) -> None:
+    """An array of texts holds two gigabytes, and 2,500 rows of these documents are more."""
+    long, short, rows = "a" * (1 << 20), "b", 2600
+    parts = [pa.array([short], kind)] * 400 + [pa.array([long], kind)] * (rows - 400)
+    table = pa.table({"id": [str(k) for k in range(rows)], "text": pa.chunked_array(parts)})
+    put(tmp_path / "S" / "a.parquet", table, row_group_size=rows, use_dictionary=False, write_statistics=False)
+    source = Source(str(tmp_path))
+    ids, length = [], 0
+    for batch in source.batches(only(source), None, 2500):
+        ids += batch["id"].to_pylist()
+        length += pc.sum(pc.binary_length(batch["text"])).as_py()
+    assert ids == [str(k) for k in range(rows)]
+    assert length == 400 + (rows - 400) * (1 << 20) > 1 << 31
