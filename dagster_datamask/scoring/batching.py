@@ -92,8 +92,9 @@ def tokenise(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], max_len
 def _head(text: str, characters: int) -> str:
     if len(text) <= characters:
         return text
-    start, *rest = text[:characters].rsplit(None, 1)
-    return start if rest else text[:MOST_CHARACTERS]
+    words = text[:characters].rsplit(None, 1)
+    # of white space alone there are none
+    return words[0] if len(words) == 2 else text[:MOST_CHARACTERS]
 
 
 def _token_rows(

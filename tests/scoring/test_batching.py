@@ -139,6 +139,16 @@ def test_a_head_ends_at_any_white_space(encoder: Encoder, space: str) -> None:
     assert tokens.lengths.tolist() == [8] and max(seen) < 64
 
 
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000"])
+@pytest.mark.parametrize("before", ["", "first"])
+def test_a_head_of_white_space_is_no_end_of_the_text(encoder: Encoder, before: str, space: str) -> None:
+    tokenizer = encoder._tokenizer
+    # as many as a head has characters, one fewer, and far more
+    for count in (8 * 6 - len(before) - 1, 8 * 6, 50_000):
+        tokens = tokenise(tokenizer, [before + space * count + "last"], 6)
+        assert tokens.row(0)["input_ids"] == tokenizer(f"{before} last")["input_ids"]
+
+
 def test_of_a_text_without_spaces_a_million_characters_are_read(encoder: Encoder) -> None:
     tokenizer = encoder._tokenizer
     words = ["x" * (MOST_CHARACTERS + 9), "\x01" * MOST_CHARACTERS + " word", "語" * 5000]
