@@ -286,7 +286,11 @@ class TestPage:
             if path.is_file() and not path.name.startswith("."):
                 assert str(project.store.root).encode() not in path.read_bytes(), path.name
         assert "proven" in html and "99." in html
-        for words in ("t-SNE of the embeddings of all 36 documents", "Diversity only (λ = 0) are solved on them"):
+        for words in (
+            "t-SNE of the embeddings of all 36 documents",
+            "Diversity only (λ = 0) are solved on them",
+            "<td>diversity, each document with itself too</td>",
+        ):
             assert words in html
 
     def test_figures_of_an_event_stay_small(self, finished: Finished) -> None:
