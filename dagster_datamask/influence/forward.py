@@ -128,7 +128,7 @@ def _linear(x: torch.Tensor, layer: Any, gelu: bool = False) -> torch.Tensor:
     if _IN_ONE_PASS is None or x.is_cuda or not torch.is_inference_mode_enabled():
         found = torch.addmm(layer.bias, x, layer.weight)
         return functional.gelu(found, approximate="tanh") if gelu else found
-    after = ("gelu", [], "tanh") if gelu else ("none", [], "")
+    after: tuple[str, list[float], str] = ("gelu", [], "tanh") if gelu else ("none", [], "")
     fused: torch.Tensor = _IN_ONE_PASS(x, layer.weight.t(), layer.bias, *after)
     return fused
 

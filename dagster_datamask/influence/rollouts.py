@@ -59,8 +59,8 @@ ROLLOUTS = pa.schema(
 )
 NON_FINITE_LOSS = "non_finite_loss"
 
-# evaluations that a process is given at once
-_EVALUATIONS = 20
+# evaluations that a process is given at once: few, since at the end one waits for another
+_EVALUATIONS = 10
 # weights of all copies together on a CUDA device, and the most copies
 _WEIGHTS, _COPIES = 1 << 28, 64
 _CPU = Accelerator()
@@ -129,9 +129,9 @@ class Chosen:
 class Prober:
     """Probes one checkpoint on one reference; a context manager that holds its processes.
 
-    processes: of the CPU; None takes one a core that this process may use. They start with the first work that is more
-    than one of them could do at once. Raises NoOptimizerState for a checkpoint without moments that asks to reload
-    them, and ValueError where the reference does not fit the model or its loss is not finite.
+    processes: of the CPU; None takes one a core that this process may use. They start with the first work that pays for
+    it. Raises NoOptimizerState for a checkpoint without moments that asks to reload them, and ValueError where the
+    reference does not fit the model or its loss is not finite.
     """
 
     def __init__(
@@ -258,7 +258,8 @@ class Prober:
             for a in range(0, m, size)
         )
         parts: list[np.ndarray] = [np.zeros((0, steps))]
-        if self.processes == 1 or m <= size:
+        # to start processes takes longer than so little
+        if self.processes == 1 or m <= 2 * size:
             with few_threads(1):
                 parts += [self._probe.losses(task) for task in tasks]
         else:
