@@ -223,9 +223,9 @@ def _footers(run: Run, stage: Stage, source: Source, snapshot: str, by_name: dic
         return footer
 
     # of this machine, be the root where it may, and there before what footers tell makes a generation
-    marks = run.store.folder(stage.name, snapshot)
+    marks = run.store.root
     marks.mkdir(parents=True, exist_ok=True)
-    found = dict(run.each_shard(stage, snapshot, list(by_name), worker, marks, ".footer"))
+    found = dict(run.each_shard(stage, snapshot, list(by_name), worker, marks, f"@{snapshot}.footer"))
     return {name: found[name] for name in by_name}
 
 
