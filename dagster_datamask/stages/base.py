@@ -197,12 +197,17 @@ def _mask_without_near_duplicates(settings: Settings) -> bool:
 
 
 def _baseline(
-    name: str, about: str, inputs: tuple[str, ...] = (), reads: tuple[str, ...] = (), of_vectors: bool = False
+    name: str,
+    about: str,
+    inputs: tuple[str, ...] = (),
+    reads: tuple[str, ...] = (),
+    of_vectors: bool = False,
+    version: str = "1",
 ) -> Stage:
     """A selection to compare with: of all scored documents, or of those that datamask_masks chooses from."""
     return Stage(
         f"baseline_{name}",
-        "1",
+        version,
         ("select.budget", *reads, *(("clean.near_duplicates",) if of_vectors else ())),
         ("pruned_documents", *(("e5_embeddings",) if of_vectors else ()), *inputs),
         "baselines",
@@ -661,6 +666,7 @@ STAGES: dict[str, Stage] = {
             "budget; repeated substrings are cut out.",
             ("dclm_scores", "edu_scores", "exact_substrings"),
             ("baselines.gneissweb_percentile", "baselines.gneissweb_categories", "select.seed"),
+            version="2",
         ),
         _baseline(
             "semdedup",

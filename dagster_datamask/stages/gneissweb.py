@@ -6,7 +6,7 @@ Not here: the cutting (`substrings`), and drawing the budget from who passes (`b
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -92,9 +92,10 @@ class Rule:
                 inside = np.flatnonzero((codes == code) & ~np.isnan(values))
                 row[inside] = self._cuts[scorer, code].inside(descending(values[inside]), ties[inside])
         empty = _empty(rows)
+        lacking = np.array([np.isnan(values) for values in scores.values()])
         reasons = [
-            NOTHING_LEFT if nothing else _why(dict(zip(SCORERS, of_one, strict=True)))
-            for nothing, of_one in zip(empty.tolist(), passed.T.tolist(), strict=True)
+            NOTHING_LEFT if nothing else _why(of_one, without)
+            for nothing, of_one, without in zip(empty.tolist(), passed.T.tolist(), lacking.T.tolist(), strict=True)
         ]
         return np.where(empty, np.nan, passed.sum(axis=0)), np.asarray(passed.all(axis=0)), reasons
 
@@ -126,9 +127,13 @@ def _empty(rows: Mapping[str, pa.Table]) -> np.ndarray:
     return rows[SUBSTRINGS]["reason"].is_valid().to_numpy()
 
 
-def _why(passed: Mapping[str, bool]) -> str | None:
-    failed = [scorer for scorer, passes in passed.items() if not passes]
-    return f"below the percentile of {' and '.join(failed)}" if failed else None
+def _why(passed: Sequence[bool], lacking: Sequence[bool]) -> str | None:
+    """What a document fails by, of the scorers' verdicts in their order; a score that is null is below nothing."""
+    of_each = list(zip(SCORERS, passed, lacking, strict=True))
+    below = " and ".join(scorer for scorer, passes, without in of_each if not passes and not without)
+    without = " and ".join(scorer for scorer, _, without in of_each if without)
+    said = [f"no score of {without}" if without else "", f"below the percentile of {below}" if below else ""]
+    return ", ".join(filter(None, said)) or None
 
 
 def _check_there(path: str) -> None:

@@ -114,6 +114,14 @@ def test_the_reason_names_the_scorers_below(tmp_path: Path) -> None:
     assert told["e"][1:] == (False, NOTHING_LEFT)
 
 
+def test_a_score_that_is_null_is_below_nothing(tmp_path: Path) -> None:
+    rows: list[Row] = [("a", 1.0, 5.0, False), ("b", 0.0, 4.0, False), ("c", 0.5, 0.0, False)]
+    told = judged([[*rows, ("d", None, 5.0, False), ("e", None, 0.0, False), ("f", None, None, False)]], tmp_path)
+    assert told["d"] == (1.0, False, "no score of dclm")
+    assert told["e"] == (0.0, False, "no score of dclm, below the percentile of edu")
+    assert told["f"] == (0.0, False, "no score of dclm and edu")
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_few_documents_leave_one_at_least(tmp_path: Path, count: int) -> None:
     rows: list[Row] = [(f"d{k}", float(k), float(k), False) for k in range(count)]
