@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 # below what Linux gives to whoever asks for any port (/proc/sys/net/ipv4/ip_local_port_range), which could be this very
-# one before the program has it; above what Ray gives to its workers
-_PORTS = range(20_000, 32_000)
+# one before the program has it; above what Ray gives to its workers and to its clients' servers
+_PORTS = range(24_000, 32_000)
 _held: list[TextIO] = []
 
 

@@ -44,7 +44,7 @@ from dagster_datamask.partitions import cc_snapshot
 file, port, snapshot = sys.argv[1:]
 # in place of the cluster's DNS
 KubeRayCluster.resolve_hostname = lambda self, service, namespace: "127.0.0.1"
-defs = runpy.run_path(file)["build"](redis_port=int(port))
+defs = runpy.run_path(file)["build"](redis_port=int(port), timeout=1800.0)
 job = defs.resolve_implicit_global_asset_job_def().get_subset(asset_selection={dg.AssetKey("raw_shards")})
 with dg.DagsterInstance.ephemeral() as instance:
     instance.add_dynamic_partitions(cc_snapshot.name, [snapshot])
@@ -61,8 +61,12 @@ def test_a_run_has_a_cluster_of_its_own(project: Project, tmp_path: Path) -> Non
     environment = {
         "PATH": with_venv(),
         "RAY_AUTH_MODE": "token",
-        # a loaded machine takes longer than Ray waits for a client's own process by itself
-        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "200",
+        # a loaded machine takes longer than Ray waits by itself for a client's own process, and the client for Ray
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "300",
+        "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "300",
+        "RAY_CLIENT_MAX_CONNECTION_TIMEOUT_S": "300",
+        # nothing moves from the only node to another
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "DATAMASK_CONFIG": str(write_config(other.settings, tmp_path / "datamask.toml")),
     }
@@ -74,7 +78,7 @@ def test_a_run_has_a_cluster_of_its_own(project: Project, tmp_path: Path) -> Non
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=900,
+            timeout=3600,
             check=False,
         )
         assert done.returncode == 0, f"{done.stderr[-5000:]}\n{cluster.logs()}"
