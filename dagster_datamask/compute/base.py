@@ -231,6 +231,11 @@ def thread_variables(threads: int) -> dict[str, str]:
     )
 
 
+def own_threads() -> int:
+    """On how many threads this process computes: PyTorch's, as those of the networks show in bits."""
+    return int(import_module("torch").get_num_threads())
+
+
 def use_threads(threads: int) -> None:
     """From now on this process computes on so many threads, be there as many cores or fewer: libraries that are loaded,
     and those that will be."""

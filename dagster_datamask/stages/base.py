@@ -9,14 +9,13 @@ import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from dagster_datamask.accelerator import Accelerator
-from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests, Told
+from dagster_datamask.compute.base import INLINE, Compute, Inline, Poisoned, Requests, Told, own_threads
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.keyed import digest
 from dagster_datamask.settings import STRATEGIES, Settings, SettingsError
@@ -899,7 +898,8 @@ class Run:
 
     @property
     def _apart(self) -> Callable[[], Processes]:
-        return partial(Processes, 1, self.settings.compute.threads, log=self.log)
+        # of what a killed run began: on as many threads as here it has the bits that it would have had here
+        return lambda: Processes(1, self.settings.compute.threads or own_threads(), log=self.log)
 
     @contextmanager
     def _remedied(self, snapshot: str | None, done: str = "") -> Iterator[None]:

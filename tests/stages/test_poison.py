@@ -5,13 +5,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import polars as pl
 import pytest
+import torch
 
-from dagster_datamask.compute.base import Poisoned
+from dagster_datamask.compute.base import Poisoned, Told
 from dagster_datamask.compute.local import Processes
 from dagster_datamask.failures import is_transient, shard_of, told
 from dagster_datamask.settings import SettingsError
@@ -135,6 +136,22 @@ def test_a_shard_that_is_set_aside_and_not_there_is_an_error_that_names_the_near
     changed = project.with_settings(**{"source.url": str(source), "source.set_aside": ["S/b_poisn"]})
     with pytest.raises(SettingsError, match=f"S has no shard 'b_poisn'; did you mean 'S/{POISON}'?"):
         changed.stage("raw_shards", "S")
+
+
+def test_what_is_done_apart_is_done_on_as_many_threads_as_here(project: Project) -> None:
+    """A shard that a killed run began is, and has the bits that it would have had here."""
+
+    def worker() -> Callable[[int, Told], int]:
+        return lambda item, told: torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    try:
+        for here in (1, 2):
+            torch.set_num_threads(here)
+            with project.run()._apart() as place:
+                assert list(place.each(worker, [0])) == [(0, here)]
+    finally:
+        torch.set_num_threads(before)
 
 
 DEADLY_HERE = """
