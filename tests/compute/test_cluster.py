@@ -141,14 +141,23 @@ def test_progress_is_told_of_items_at_work(place: RayCluster, tmp_path: Path, mo
 
 def test_a_killed_worker_costs_another_try_of_its_item_alone(place: RayCluster, tmp_path: Path) -> None:
     def work(item: int, told: Callable[[int], None]) -> int:
+        (mine := tmp_path / f"of-{os.getpid()}").mkdir(exist_ok=True)
         with (tmp_path / f"tries-{item}").open("a") as file:
             file.write(".")
         if item == 3 and not (tmp_path / "killed").exists():
+            # what this process did before has arrived, or that would be lost with it, too
+            while any(not (tmp_path / f"taken-{path.name}").exists() for path in mine.iterdir()):
+                time.sleep(0.02)
             (tmp_path / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        (mine / str(item)).touch()
         return item * item
 
-    assert dict(place.each(_doing(work), range(8))) == {item: item * item for item in range(8)}
+    done = {}
+    for item, result in place.each(_doing(work), range(8)):
+        done[item] = result
+        (tmp_path / f"taken-{item}").touch()
+    assert done == {item: item * item for item in range(8)}
     tries = {int(path.name.removeprefix("tries-")): len(path.read_text()) for path in tmp_path.glob("tries-*")}
     assert tries == {item: 1 + (item == 3) for item in range(8)}
     lost = [line for line in place.told if line.startswith("lost worker ")]  # type: ignore[attr-defined]
