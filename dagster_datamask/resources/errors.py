@@ -7,7 +7,7 @@ traceback. The pin in pyproject.toml keeps it so; a test fails where the replace
 
 from traceback import TracebackException
 
-from dagster_shared.error import SerializableErrorInfo
+from dagster._utils.error import SerializableErrorInfo
 
 from dagster_datamask.redaction import redacted
 

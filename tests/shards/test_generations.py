@@ -159,6 +159,7 @@ def test_a_failing_kernel_leaves_finished_shards_and_no_temp(tmp_path: Path) -> 
     assert sorted(p.name for p in generation.folder.iterdir()) == [
         ".inputs.json",
         ".lease",
+        ".work",
         "x.parquet",
         "x.parquet.done.json",
     ]
