@@ -20,6 +20,7 @@ from dagster_datamask.compute.local import Processes
 from dagster_datamask.failures import is_transient, shard_of, told
 from dagster_datamask.shards.engine import AT_SHARD
 from dagster_datamask.shards.schemas import BadShard, ShardReplaced
+from tests.signals import hear_signals
 
 
 @pytest.fixture(scope="module")
@@ -358,6 +359,7 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path, number: sig
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_signals,
     )
     try:
         until = time.monotonic() + 300

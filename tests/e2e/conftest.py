@@ -21,6 +21,7 @@ from dagster_datamask.settings import Settings
 from dagster_datamask.shards.generations import Store
 from tests.ports import free_port
 from tests.project import settings_for, write_shard
+from tests.signals import hear_signals
 from tests.test_cli import write_config
 
 REPO = Path(__file__).parents[2]
@@ -220,12 +221,6 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _default_signals() -> None:
-    # a child of a non-interactive shell inherits SIGINT ignored, and Dagster hands SIGTERM to SIGINT's handler
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def _stop(process: subprocess.Popen) -> None:
     process.terminate()
     try:
@@ -267,7 +262,7 @@ def dagster_dev(folder: Path, settings: Settings, instance: Path, **environment:
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_default_signals,
+            preexec_fn=hear_signals,
         )
     server = Server(f"http://127.0.0.1:{port}", settings, log, process.pid)
     try:
