@@ -122,7 +122,7 @@ def test_a_replaced_shard_makes_its_own_snapshot_stale_once_its_rows_are_read_ag
         assert not_fresh(settings, instance, FIRST) == {}
 
 
-@pytest.mark.parametrize("part", ["dclm", "edu", "wiki"])
+@pytest.mark.parametrize("part", ["dclm", *(pytest.param(part, marks=pytest.mark.slow) for part in ("edu", "wiki"))])
 def test_a_new_version_of_a_model_makes_exactly_its_scores_stale(own_root: Settings, tmp_path: Path, part: str) -> None:
     """The label file changes under one name: no setting and no code moves, the content of the model alone."""
     labels = tmp_path / f"{part}.parquet"

@@ -282,6 +282,7 @@ def test_workers_of_a_session_keep_what_they_hold(place: RayCluster) -> None:
         assert [value for _, value in session.each([(-1, abs)])] == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_is_not_the_items_doing_and_the_cluster_may_grow(
     place: RayCluster, cluster: Any, tmp_path: Path
 ) -> None:

@@ -171,7 +171,14 @@ print(outcome.published.shards)
 
 
 # between footer and ids its bytes are read to be hashed, which decodes nothing
-@pytest.mark.parametrize(("reads", "mark"), [(0, "@S.footer"), (2, ".ids"), (3, ".parquet")])
+@pytest.mark.parametrize(
+    ("reads", "mark"),
+    [
+        (0, "@S.footer"),
+        pytest.param(2, ".ids", marks=pytest.mark.slow),
+        pytest.param(3, ".parquet", marks=pytest.mark.slow),
+    ],
+)
 def test_a_shard_that_ends_the_run_s_own_process_ends_one_run_alone(
     source: Path, labels: Path, tmp_path: Path, reads: int, mark: str
 ) -> None:
