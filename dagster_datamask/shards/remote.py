@@ -128,9 +128,11 @@ def open_store(root: str, cache: str = "", times: Times = Times(), cache_gb: flo
 def _check_names(url: str) -> None:
     """Raise RootUnusable for a URL without a bucket, and for one whose parts clients and stores take for different
     names."""
-    bucket, *folders = url.partition("://")[2].rstrip("/").split("/")
-    if not bucket:
-        raise RootUnusable(f"storage.root = {url}: it names no bucket; write {url.partition('://')[0]}://bucket/folder")
+    protocol, _, path = url.partition("://")
+    bucket, *folders = path.rstrip("/").split("/")
+    # for a store without buckets a path may begin with a slash
+    if not bucket and (f"{protocol}:" in _OF_BUCKETS or not folders):
+        raise RootUnusable(f"storage.root = {url}: it names no bucket; write {protocol}://bucket/folder")
     if (wrong := next((folder for folder in folders if folder in ("", ".", "..")), None)) is not None:
         raise RootUnusable(
             f"storage.root = {url}: {wrong or '//'} in it is read otherwise by stores than by their clients; write the "
