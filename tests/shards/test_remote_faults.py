@@ -180,7 +180,8 @@ def test_a_url_that_is_read_in_two_ways_is_refused(root: str, why: str, tmp_path
     assert str(caught.value).startswith(f"storage.root = {root}: ") and why in str(caught.value)
 
 
-def test_a_store_without_buckets_may_have_a_path_that_begins_with_a_slash(faulty: object, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("faulty")
+def test_a_store_without_buckets_may_have_a_path_that_begins_with_a_slash(tmp_path: Path) -> None:
     store = open_store("faulty:///deep/root", str(tmp_path), TIMES)
     publish(store, 1)
     assert store.snapshots("a") == ["S"]
