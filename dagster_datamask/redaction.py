@@ -17,6 +17,8 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, quote_plus
 
+# of a credential, in the words of whoever refuses it elsewhere
+ITS_PLACE = "the environment, where the store's own client looks for it (such as AWS_SECRET_ACCESS_KEY)"
 # names of a URL's parameters that are credentials, in the spelling of any store
 _PARAMETER = r"[\w.%-]*(?:secret|passw|token|credential|signature)[\w.%-]*|[\w.%-]*key|sig|auth|authorization"
 _PARAMETERS = re.compile(rf"(?<=[?&;])({_PARAMETER})=[^&;\s\"'<>]+", re.IGNORECASE)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.redaction import has_secret
+from dagster_datamask.redaction import ITS_PLACE, has_secret
 from dagster_datamask.selection.budgets import parse_budget, parse_tokens
 from dagster_datamask.selection.objectives import CONCAVE, METRICS, check_terms
 
@@ -738,7 +738,7 @@ def _no_secrets(data: Mapping[str, Any], where: str) -> None:
             if any(isinstance(text, str) and has_secret(text) for text in texts):
                 raise SettingsError(
                     f"{where}: {section}.{name} is a URL with a password or key in it; take it out of there, and put "
-                    "it into the environment, where the store's own client looks for it (such as AWS_SECRET_ACCESS_KEY)"
+                    f"it into {ITS_PLACE}"
                 )
 
 

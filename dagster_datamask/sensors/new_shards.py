@@ -206,7 +206,7 @@ def _changed(
 
 def _fitted(store: Store) -> str:
     """16 hex digits over which global assets are published."""
-    found = {name: published and published.fingerprint for name in FITTED for published in [store.published(name)]}
+    found = {name: (published := store.published(name)) and published.fingerprint for name in FITTED}
     return digest(json.dumps(found, sort_keys=True), size=8).hex()
 
 

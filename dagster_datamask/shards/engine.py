@@ -81,7 +81,7 @@ def map_shards(
     origins: dict[str, str] = {}
     done = 0
     for shard in shards:
-        with at_shard(shard):
+        with _at(shard):
             record = generation.record(shard, ext)
             if record is None:
                 origins[shard] = origin(shard)
@@ -104,7 +104,7 @@ def map_shards(
             reached[task.shard] = rows
         progress(done + sum(reached.values()), total_rows, task.shard)
 
-    with at_shard(missing[0]):
+    with _at(missing[0]):
         gives = None if given is None else given()
     work = each_shard(
         _Worker(generation, read, kernel, schema, ext, source, group_rows),
@@ -163,6 +163,7 @@ def each_shard(
         except Poisoned as error:
             lost.update({str(item): why for item, why in error.why.items()})
 
+    worker = partial(_named, worker)
     if suspect and apart is not None:
         # before this process holds a model of its own
         with apart() as place:
@@ -173,6 +174,17 @@ def each_shard(
         yield from done(compute, partial(marks.kept, worker) if here else worker, rest)
     if lost:
         raise Poisoned(lost)
+
+
+def _named(worker: Callable[[], Callable[[Any, Told], Any]]) -> Callable[[Any, Told], Any]:
+    """The worker, of whose errors each has the name of its item's shard."""
+    work = worker()
+
+    def named(item: Any, told: Told) -> Any:
+        with _at(str(item)):
+            return work(item, told)
+
+    return named
 
 
 @dataclass(frozen=True)
@@ -233,7 +245,7 @@ class _Tasks(Sequence[_Task]):
         if isinstance(at, slice):
             return _Tasks(self._shards[at], self._origins, self._given)
         shard = self._shards[at]
-        with at_shard(shard):
+        with _at(shard):
             return _Task(shard, self._origins[shard], () if self._given is None else (self._given(shard),))
 
 
@@ -253,11 +265,10 @@ class _Worker:
         built: list[tuple[Kernel, pa.Schema]] = []
 
         def work(task: _Task, told: Told) -> ShardRecord:
-            with at_shard(task.shard):
-                if not built:
-                    run = self.kernel()
-                    built.append((run, self.schema if isinstance(self.schema, pa.Schema) else self.schema()))
-                return self._done(task, told, *built[0])
+            if not built:
+                run = self.kernel()
+                built.append((run, self.schema if isinstance(self.schema, pa.Schema) else self.schema()))
+            return self._done(task, told, *built[0])
 
         return work
 
@@ -282,7 +293,7 @@ class _Worker:
 
 
 @contextmanager
-def at_shard(shard: str) -> Iterator[None]:
+def _at(shard: str) -> Iterator[None]:
     """Marks what is raised within as of that shard; what names its shards itself stays as it is."""
     try:
         yield

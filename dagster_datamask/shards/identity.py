@@ -66,23 +66,21 @@ class Duplicates:
         self,
         shards: Sequence[str],
         read: Callable[[str], Iterable[tuple[int, list[str]]]],
-        hashed: Iterable[tuple[str, np.ndarray]] | None = None,
+        hashed: Iterable[tuple[str, np.ndarray]],
     ) -> None:
         """Spill the hashes of every shard's ids and write each shard's duplicate rows.
 
-        read(shard): (first row, ids) batches. hashed: `hashes` of every shard, in any order, of what was read
-        elsewhere; here if not given. A shard with duplicates is read once more. Raises IdCollision if an id made for a
-        duplicate is also some document's own id.
+        hashed: `hashes` of every shard, in any order. read(shard): (first row, ids) batches, of a shard with
+        duplicates alone. Raises IdCollision if an id made for a duplicate is also some document's own id.
         """
         for old in self.folder.glob("*.bin"):
             old.unlink()
         numbers = {shard: number for number, shard in enumerate(shards)}
-        of_all = ((shard, hashes(read(shard))) for shard in shards) if hashed is None else hashed
         self._spill(
             "ids",
             (
                 (numbers[shard], first, found[first : first + _SPILLED_ROWS])
-                for shard, found in of_all
+                for shard, found in hashed
                 for first in range(0, len(found), _SPILLED_ROWS)
             ),
         )

@@ -34,7 +34,7 @@ from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.redaction import has_secret
+from dagster_datamask.redaction import ITS_PLACE, has_secret
 from dagster_datamask.shards.cache import INCOMING, RECEIPTS, Cache, cache, is_verified, remove_stale, used, verified
 from dagster_datamask.shards.generations import (
     DONE,
@@ -107,8 +107,7 @@ def open_store(root: str, cache: str = "", times: Times = Times(), cache_gb: flo
     """
     if has_secret(root):
         raise RootUnusable(
-            "storage.root is a URL with a password or key in it; put that into the environment, where the store's own "
-            "client looks for it (such as AWS_SECRET_ACCESS_KEY), and take it out of the URL"
+            f"storage.root is a URL with a password or key in it; put that into {ITS_PLACE}, and take it out of the URL"
         )
     if "://" not in root:
         if (part := next((part for part in Path(root).parts if part in _OF_BUCKETS), None)) is not None:

@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from dagster_datamask.keyed import digest
-from dagster_datamask.redaction import has_secret, redacted
+from dagster_datamask.redaction import ITS_PLACE, has_secret, redacted
 from dagster_datamask.shards.ranges import RangedFile
 from dagster_datamask.shards.schemas import BadShard, check_source, plain
 
@@ -89,8 +89,7 @@ class Source:
             )
         if has_secret(url):
             raise SourceError(
-                "source: its URL has a password or key in it; put that into the environment, where the store's own "
-                "client looks for it (such as AWS_SECRET_ACCESS_KEY), and take it out of the URL"
+                f"source: its URL has a password or key in it; put that into {ITS_PLACE}, and take it out of the URL"
             )
         self.url = url
         try:

@@ -853,7 +853,7 @@ class Run:
         cores by itself. Raises Poisoned with the remedy.
         """
         here = isinstance(self.compute, Inline | Processes)
-        with self._remedied(generation.snapshot, "all others are done. "):
+        with self._remedied(generation.snapshot, "all others are done. Where"):
             return map_shards(
                 generation,
                 shards,
@@ -896,13 +896,12 @@ class Run:
                 worker, shards, scratch, ext, compute=compute, requests=self.requests(stage), apart=self._apart
             )
 
-    @property
-    def _apart(self) -> Callable[[], Processes]:
+    def _apart(self) -> Processes:
         # of what a killed run began: on as many threads as here it has the bits that it would have had here
-        return lambda: Processes(1, self.settings.compute.threads or own_threads(), log=self.log)
+        return Processes(1, self.settings.compute.threads or own_threads(), log=self.log)
 
     @contextmanager
-    def _remedied(self, snapshot: str | None, done: str = "") -> Iterator[None]:
+    def _remedied(self, snapshot: str | None, where: str = "where") -> Iterator[None]:
         try:
             yield
         except Poisoned as error:
@@ -910,12 +909,12 @@ class Run:
                 # by what came before the files of these shards
                 raise
             aside = ", ".join(f'"{snapshot}/{shard}"' for shard in error.why)
-            remedy = (
-                "Where memory ran out give a worker more of it (a smaller compute.processes, on a cluster memory_gb in "
-                "compute.requests) and run it again; to go on without, set source.set_aside = "
-                f"[{aside}] and materialise raw_shards again"
-            )
-            raise Poisoned(error.why, done + (remedy if done else remedy[0].lower() + remedy[1:])) from error
+            raise Poisoned(
+                error.why,
+                f"{where} memory ran out give a worker more of it (a smaller compute.processes, on a cluster memory_gb "
+                "in compute.requests) and run it again; to go on without, set source.set_aside = "
+                f"[{aside}] and materialise raw_shards again",
+            ) from error
 
     def requests(self, stage: Stage) -> Requests:
         """What one worker of the stage takes of a cluster: as compute.requests has it, else a core for each of

@@ -21,7 +21,7 @@ from dagster_datamask.scoring.models import ModelUnavailable, ResolvedModel
 from dagster_datamask.scoring.text import decode_column
 from dagster_datamask.scoring.tokenizers import load_same_tokenizer, resolve_tokenizer, token_counts
 from dagster_datamask.settings import SettingsError
-from dagster_datamask.shards.engine import BATCH_ROWS, Counts, at_shard
+from dagster_datamask.shards.engine import BATCH_ROWS, Counts
 from dagster_datamask.shards.generations import Published
 from dagster_datamask.shards.identity import Duplicates, base_ids, hashes, renamed
 from dagster_datamask.shards.schemas import QUARANTINED, RAW, BadShard, ShardReplaced, joined
@@ -125,7 +125,7 @@ def _identify(run: Run, source: Source, snapshot: str, bad: dict[str, str]) -> O
                 stage,
                 snapshot,
                 list(by_name),
-                lambda: lambda name, told: _hashes(read, name),
+                lambda: lambda name, told: hashes(read(name)),
                 generation.work,
                 ".ids",
                 total_rows=total,
@@ -215,23 +215,14 @@ def _rows(
 
 
 def _footers(run: Run, stage: Stage, source: Source, snapshot: str, by_name: dict[str, Shard]) -> dict[str, Footer]:
-    def worker() -> Callable[[str, Told], Footer]:
-        def footer(name: str, told: Told) -> Footer:
-            with at_shard(name):
-                return source.footer(by_name[name])
-
-        return footer
+    def footer(name: str, told: Told) -> Footer:
+        return source.footer(by_name[name])
 
     # of this machine, be the root where it may, and there before what footers tell makes a generation
     marks = run.store.root
     marks.mkdir(parents=True, exist_ok=True)
-    found = dict(run.each_shard(stage, snapshot, list(by_name), worker, marks, f"@{snapshot}.footer"))
+    found = dict(run.each_shard(stage, snapshot, list(by_name), lambda: footer, marks, f"@{snapshot}.footer"))
     return {name: found[name] for name in by_name}
-
-
-def _hashes(read: Callable[[str], Iterator[tuple[int, list[str]]]], name: str) -> np.ndarray:
-    with at_shard(name):
-        return hashes(read(name))
 
 
 def _ids(source: Source, by_name: dict[str, Shard], name: str) -> Iterator[tuple[int, list[str]]]:

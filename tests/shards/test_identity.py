@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dagster_datamask.shards import identity
-from dagster_datamask.shards.identity import OWN_ROW, SAME_ROW, Duplicates, IdCollision, base_ids, renamed
+from dagster_datamask.shards.identity import OWN_ROW, SAME_ROW, Duplicates, IdCollision, base_ids, hashes, renamed
 
 SHARDS = st.lists(st.lists(st.sampled_from(["a", "b", "c", "d", "ü"]), max_size=8), max_size=5)
 
@@ -26,7 +26,7 @@ def found(folder: Path, shards: list[list[str]], partition_rows: int = 3, batch:
 
     with mock.patch.object(identity, "_PARTITION_ROWS", partition_rows):
         duplicates = Duplicates(folder, sum(map(len, shards)))
-    duplicates.find(names, read)
+    duplicates.find(names, read, ((name, hashes(read(name))) for name in names))
     return [duplicates.of(name) for name in names]
 
 
