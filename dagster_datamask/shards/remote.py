@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
@@ -221,6 +222,14 @@ class Remote:
             return []
         return sorted(e["name"].rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory")
 
+    def has(self, name: str) -> bool:
+        """Whether there is such an object. fsspec's own `exists` takes any error for its absence."""
+        try:
+            self.fs.info(self.at(name))
+        except FileNotFoundError:
+            return False
+        return True
+
     def read(self, name: str) -> bytes | None:
         """The bytes of an object, None where there is none."""
         # what is read here is small: S3's client would ask for its size first
@@ -378,6 +387,13 @@ class Remote:
 def _is_s3(fs: AbstractFileSystem) -> bool:
     protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
     return "s3" in protocols
+
+
+class _Handler(FSSpecHandler):
+    """As Arrow's, which asks first whether there is a file, and takes any error for the answer no."""
+
+    def open_input_file(self, path: str) -> pa.PythonFile:
+        return pa.PythonFile(self.fs.open(path, mode="rb"), mode="r")
 
 
 def _is_object_store(fs: AbstractFileSystem) -> bool:
@@ -647,7 +663,7 @@ class RemotePublished(Published):
     def place(self, shard: str) -> tuple[str, FileSystem]:
         """In the store: to read a few columns of many shards fetches none of them."""
         name = f"{self.name}/{shard}{self.ext}"
-        return self.remote.at(name), PyFileSystem(FSSpecHandler(self.remote.fs))
+        return self.remote.at(name), PyFileSystem(_Handler(self.remote.fs))
 
     def record(self, shard: str) -> ShardRecord:
         name = f"{shard}{self.ext}"
@@ -751,8 +767,7 @@ class RemoteStore(Store):
 
     def snapshots(self, asset: str) -> list[str]:
         names = self.remote.folders(asset)
-        fs = self.remote.fs
-        there = self.remote.each(lambda name: fs.exists(self.remote.at(f"{asset}/{name}/{POINTER}")), names)
+        there = self.remote.each(lambda name: self.remote.has(f"{asset}/{name}/{POINTER}"), names)
         return [name for name, is_there in zip(names, there, strict=True) if is_there]
 
     @contextmanager

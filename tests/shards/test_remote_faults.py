@@ -1,5 +1,6 @@
 """What goes wrong between a run and its bucket, on a real S3 server: answers lost, keys renewed, holders held up."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from dagster_datamask.failures import is_transient, told
 from dagster_datamask.shards import remote
 from dagster_datamask.shards.remote import Lease, LeaseLost, RootUnusable, open_store
 from tests.s3 import S3Server
-from tests.shards.test_remote import TIMES, faulty, machine, publish  # noqa: F401 - fixtures
+from tests.shards.test_remote import TIMES, Faulty, faulty, machine, publish  # noqa: F401 - fixtures
 
 pytest_plugins = ("tests.s3",)
 
@@ -156,6 +157,27 @@ def test_a_process_takes_up_keys_that_were_renewed_in_their_file(
         record = generation.complete("s", ".bin", rows=1, rows_in=1, counts={"good": 1})
         generation.publish([record], ".bin", {})
     assert store.current("a", "S").path("s").read_bytes() == b"x"
+
+
+@pytest.mark.usefixtures("faulty")
+def test_an_answer_that_does_not_come_is_no_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec takes any error for the answer that nothing is there, and Arrow asks it."""
+    store = open_store("faulty://root", str(tmp_path), TIMES)
+    published = publish(store, 3)
+    path, files = published.place("s")
+
+    def down(self: Any, path: str, **options: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Faulty, "info", down)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.snapshots("a")
+        with files.open_input_file(path) as file:
+            assert file.read() == published.path("s").read_bytes()
+    assert store.snapshots("a") == ["S"] and store.snapshots("b") == []
+    with pytest.raises(FileNotFoundError):
+        files.open_input_file(f"{path}.other")
 
 
 # ---- URLs
