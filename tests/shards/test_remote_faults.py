@@ -193,7 +193,7 @@ def test_an_answer_that_does_not_come_is_no_absence(tmp_path: Path, monkeypatch:
         ("s3://bucket/a/../b", ".. in it is read otherwise"),
         ("s3:/bucket/root", "no folder is meant by 's3:'; write a bucket's URL with two slashes: s3://bucket/folder"),
         # as a relative path in datamask.toml becomes
-        ("/work/gs:/bucket/root", "no folder is meant by 'gs:'"),
+        ("/data/gs:/bucket/root", "no folder is meant by 'gs:'"),
     ],
 )
 def test_a_url_that_is_read_in_two_ways_is_refused(root: str, why: str, tmp_path: Path) -> None:
